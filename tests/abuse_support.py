@@ -1,5 +1,7 @@
-"""A correct call of every operator, and what a hostile caller makes of it; as a program, a seeded run of such calls:
-``python abuse_support.py SEED COUNT`` writes the call it is at into its standard output before it makes it."""
+"""A valid call of every operator and its hostile variants; as a program, a seeded run of such calls.
+
+``python abuse_support.py SEED COUNT`` prints each call before it makes it.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ class _Subclass(Tensor):
 
 
 def freed(t: Tensor) -> Tensor:
-    """A tensor whose storage was given back, as FSDP leaves them."""
+    """A tensor with freed storage, as FSDP leaves them."""
     t = t.clone()
     t.untyped_storage().resize_(0)
     return t
@@ -221,7 +223,7 @@ def hostile(op: str, rng: random.Random) -> tuple[str, Arguments]:
             # Torch writes to no view that is negated when it is read, and says "Expected Tensor but got None".
             if kind == "imaginary" and op.endswith("_") and name in WRITTEN:
                 continue
-            # Torch's message of a fake beside real ones prints these, and reads memory that is gone.
+            # Torch's message about mixed fake and real tensors prints these and reads freed memory.
             if {"fake", "freed"} <= {kind, *(one.partition(": ")[2] for one in said)}:
                 continue
             try:
@@ -237,7 +239,7 @@ def hostile(op: str, rng: random.Random) -> tuple[str, Arguments]:
 
 
 def abuse(seed: int, count: int) -> Iterator[str]:
-    """Makes the calls; before each, what it is, and after a bad message, that."""
+    """Make the calls. Yields each call beforehand, and every bad message."""
     rng = random.Random(seed)
     for _ in range(count):
         op = rng.choice(CALLS)
@@ -252,7 +254,7 @@ def abuse(seed: int, count: int) -> Iterator[str]:
 def _blame(op: str, what: str, error: Exception) -> Iterator[str]:
     text = str(error)
     ours = text.startswith(f"qao::{op}: ")
-    # Torch refuses some by itself: what is no tensor, kinds without kernels, fake beside real ones.
+    # Torch itself rejects some calls: non-tensors, dtypes without kernels, fake and real tensors together.
     named = f"qao::{op}" in text or f"qao.{op}" in text
     if "API call failed" in text or not (ours or named) or (ours and "a call of torch failed" in text):
         if not isinstance(error, NotImplementedError) and "fake" not in what:

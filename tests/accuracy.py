@@ -1,4 +1,4 @@
-"""The float64 truth, and how far a result may be from it."""
+"""The float64 reference, and the tolerance of a result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows that plain torch's error is measured on: enough that one lucky rounding does not decide the tolerance.
+# Number of rows used to measure plain torch's error: enough that a lucky rounding does not set the tolerance.
 PLAIN_ROWS = 128
 
 
@@ -19,7 +19,7 @@ def truth(x: Tensor, dense: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def row_scale(x: Tensor, dense: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[M, 1]: the size of what is summed for each token, free of cancellation.
+    """[M, 1]: the magnitude of each token's sums, free of cancellation.
 
     It is the largest root, over the elements of that row of y, of the sum of the squared terms.
     """

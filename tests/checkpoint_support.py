@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Helpers shared by the checkpoint tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def words(values: Tensor, order: list[int]) -> Tensor:
     return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
 
 
-# Every scheme and every option of it that changes what is stored.
+# Every scheme, with every option that changes the stored tensors.
 SCHEMES = [
     *(qao.Int4WeightOnly(size, symmetric) for size in (32, 64, 128, 256, -1) for symmetric in (False, True)),
     *(qao.Int4WeightOnly(128, scale_dtype=dtype) for dtype in (torch.float16, torch.bfloat16)),

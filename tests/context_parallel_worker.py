@@ -1,12 +1,12 @@
-"""Context parallelism around attention whose projections are quantized; for tests/test_context_parallel.py.
+"""Context parallelism around attention with quantized projections; for tests/test_context_parallel.py.
 
-``python context_parallel_worker.py RANK FOLDER``: one of several processes. ``... fake``: one of 32 ranks whose
-process group is torch's fake one, whose collectives return at once and what they return is of no matter.
+``python context_parallel_worker.py RANK FOLDER``: one of several processes. ``... fake``: one of 32 ranks in torch's
+fake process group. Its collectives return at once, with irrelevant results.
 
-torch's context parallelism knows the attention kernels of GPUs. ``ring_on_cpu`` tells it of the one of the CPU.
+torch's context parallelism supports the attention kernels of GPUs. ``ring_on_cpu`` adds the CPU kernel.
 
-Tokens come in multiples of 64 a rank: torch's memory-efficient attention, which float32 takes on GPUs, fills its
-log-sum-exp up to 32 tokens, and the ring also calls it with half of a rank's tokens and adds what it got to that half.
+Tokens come in multiples of 64 per rank: torch's memory-efficient attention, used for float32 on GPUs, pads its
+log-sum-exp to 32 tokens. The ring also calls it with half of a rank's tokens and adds the result to that half.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCHEMES = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENS = 64 * WORLD
-# One kernel a dtype, so that no rank's choice depends on what it is called with.
+# One kernel per dtype, so that all ranks choose alike.
 KERNELS = {
     ("cpu", torch.float32): SDPBackend.FLASH_ATTENTION,
     ("cpu", torch.bfloat16): SDPBackend.FLASH_ATTENTION,
@@ -98,7 +98,7 @@ def model(scheme: qao.Scheme, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 def run(made: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, backend: str | None) -> tuple[Tensor, ...]:
-    """What the rank gives for its tokens; what one process gives for them; the same of its weights in float64."""
+    """The rank's result for its tokens; the result of one process for them; the same in float64."""
     torch._dynamo.reset()
     x = torch.randn(1, TOKENS, 128, generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE, dtype)
     positions = torch.arange(TOKENS)

@@ -229,7 +229,7 @@ def check_checkpoint(folder: Path, make: Callable[[], nn.Module], embeddings: bo
     state = whole.state_dict() if dist.get_rank() == 0 else {}
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     equal(model(ids).logits, expected)
-    model.reshard()  # the root keeps what it gathered
+    model.reshard()  # frees what the root has gathered
 
     third = skeleton(make, embeddings)
     main = SimpleNamespace(is_main_process=dist.get_rank() == 0)

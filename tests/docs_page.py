@@ -1,13 +1,13 @@
-"""Runs a page of documentation as its reader does: ``python docs_page.py PAGE [--real]``, in an empty folder.
+"""Runs a page of documentation like a reader: ``python docs_page.py PAGE [--real]``, in an empty folder.
 
-Blocks run in the page's order: Python in one namespace, shell commands in bash in a terminal, where what a reader types
-at a prompt is typed. Names on the Hugging Face hub lead to small stand-ins
-(docs_models.HUB), or with --real to SmolLM2 itself. A comment of the form
+Blocks run in the page's order: Python in one namespace, shell commands in bash in a terminal, with simulated input at
+prompts. Names on the Hugging Face hub resolve to small stand-ins (docs_models.HUB), or with --real to SmolLM2 itself. A
+comment of the form
 
 <!-- setup: Python, on one line or many -->
 
-runs in its place among the blocks; <!-- check: ... --> is the same, for what must hold there. Both see the names of
-visible blocks, and visible blocks see none of theirs.
+runs in its place among the blocks; <!-- check: ... --> does the same for assertions. Both see the names of visible
+blocks, but not the reverse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = 77  # exit status of a page that needs a package which is not installed
 OPTIONAL = ("accelerate", "diffusers", "peft", "transformers")
-# What is typed at the prompt "> " of an interactive command, line after line.
+# Input at the prompt "> " of an interactive command, line by line.
 TYPED = ("What is the capital of France?", "/exit")
 
 # Commands that no test runs, by how they begin, and why.

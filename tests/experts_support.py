@@ -1,4 +1,4 @@
-"""Grouped products as the tests see them: stacked weights of experts, and routings."""
+"""Grouped GEMM test helpers: stacked weights of experts, and routings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ops_schemes import FP8_INT4, INT8_INT4, PRODUCTS, Format, Int4Format, Schem
 from ops_schemes import generator as seeded
 from torch import Tensor
 
-# One of each word that has products of experts.
+# One scheme per word with a grouped GEMM.
 SCHEMES = [
     qao.Int4WeightOnly(group_size=32),
     qao.Fp4WeightOnly(),
@@ -64,7 +64,7 @@ class Experts:
         return y
 
     def truth(self, x: Tensor, counts: list[int], row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Row by row the float64 product of its expert, and how much y may differ."""
+        """The float64 result of each row's expert, and the tolerance of y."""
         seen = self.weights[0].activation.seen(x)
         index = torch.arange(x.shape[0], device=x.device) if row_index is None else row_index.long()
         expected, allowed, begin = [], [], 0
@@ -137,7 +137,7 @@ def gathered(rows: int, of: int, dtype: torch.dtype = torch.int64, device: str =
 
 
 def poison(device: str) -> None:
-    """What a GPU's next results are put into holds NaN, so that what no kernel writes shows."""
+    """Fill a GPU's free memory with NaN, so that unwritten results show."""
     if device == "cuda":
         for size in (2**12, 2**16, 2**19, 2**20):
             torch.full((size,), torch.nan, device=device)

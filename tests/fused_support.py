@@ -1,4 +1,4 @@
-"""Fused experts of checkpoints, for any engine: their tensors, and what is to come out."""
+"""Fused experts of checkpoints, for any engine: their tensors, and the expected results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = dict[str, dict[str, Tensor]]  # the tensors of one expert, by matrix
 
 
 def checkpoint(case: str) -> tuple[dict[str, Any], list[State], list[dict[str, Tensor]]]:
-    """The config, tensors of each expert by matrix, and in float64 what they are. Needs compressed-tensors."""
+    """The config, each expert's tensors by matrix, and their float64 values. Needs compressed-tensors."""
     from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
 
     scheme = scheme_of(CASES[case][0])
@@ -109,8 +109,11 @@ def expected(
     second: Callable[[Tensor], Tensor] | None = None,
     gated: Callable[[Tensor, Tensor], Tensor] = silu_mul,
 ) -> Tensor:
-    """By loops, every product and gate rounded to ``dtype``, what is multiplied by ``activation``; by ``second``, if
-    given, before the second product. An id of -1 is no expert. ``dense``: biases are "b1", "b3" and "b2"."""
+    """The expected result from loops, with every GEMM and gate rounded to ``dtype``.
+
+    ``activation`` transforms the inputs of GEMMs; ``second``, if given, those of the second one. An id of -1 is no
+    expert. ``dense``: biases are "b1", "b3" and "b2".
+    """
     y = torch.zeros(len(x), K, dtype=torch.float64)
     for token, expert in (ids >= 0).nonzero().tolist():
         own = {key: value.double() for key, value in dense[ids[token, expert]].items()}

@@ -29,7 +29,7 @@ from bench.meta import describe, source_hash  # noqa: E402
 
 
 class Recorder:
-    """A pytest plugin that writes down what each test did, and tells of one when it fails: for runs that are cut."""
+    """A pytest plugin that records outcomes and prints failures at once, for runs that may be interrupted."""
 
     def __init__(self, file: TextIO) -> None:
         self.file = file
@@ -85,7 +85,7 @@ def sees_gpu() -> bool:
 
 
 def run(workers: int, resume: bool) -> int:
-    """Runs the suite here, or what is left of it; the exit status is pytest's."""
+    """Run the whole suite or the remaining tests; the exit status is pytest's."""
     import pytest
     import torch
 

@@ -99,12 +99,12 @@ def run(tool: str, arguments: argparse.Namespace) -> bool:
 
 class Verdict(NamedTuple):
     errors: int
-    known: int  # reports that are none
+    known: int  # number of known false positives
     reports: list[list[str]]  # of errors
 
 
 def judge(tool: str, lines: list[str]) -> Verdict:
-    """Of a process, by what it printed. One without a summary did not get to its end, which counts as an error."""
+    """Verdict on a process from its output. One without a summary did not finish, which counts as an error."""
     found = reports_of(lines)
     reports = [report for report in found if counts(tool, report)]
     known = len(found) - len(reports)
@@ -129,11 +129,11 @@ def reports_of(lines: list[str]) -> list[list[str]]:
 
 
 def counts(tool: str, report: list[str]) -> bool:
-    """Not what a tool gets wrong.
+    """Whether a report is not a known false positive of the tool.
 
-    initcheck does not see what cuBLAS writes with TMA, which the tests then read by kernels of torch.
-    racecheck forgets a __syncthreads where barriers of a part of the CTA are used too, as by the slices of K of the
-    portable tiles, which meet at nothing else (docs/kernels/lessons.md, tools).
+    initcheck does not see cuBLAS's TMA writes, which torch's kernels then read in the tests. racecheck loses a
+    __syncthreads if barriers of a part of the CTA are also used, as by the K slices of the portable tiles, which
+    synchronize nowhere else (docs/kernels/lessons.md, tools).
     """
     text = "\n".join(report)
     if tool == "initcheck":

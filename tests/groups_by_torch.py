@@ -1,4 +1,4 @@
-"""What ``quantize_groups`` computes, written once more with torch alone, whose sums go in another order."""
+"""Reference of ``quantize_groups`` in plain torch, with another order of accumulation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LARGEST_ZERO = 64.0  # magnitude of a zero point that is no whole number
 
 
 def find_grids(values: Tensor, codes: Codes, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Which groups are grids of sixteen steps from their lowest to their highest value; their scales and zero points.
+    """Find groups that are grids of sixteen steps from lowest to highest value; their scales and zero points.
 
-    A grid whose zero point is a whole number is none here: ``search`` finds it.
+    Grids with an integer zero point are excluded: ``search`` finds them.
     """
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
     scale = quotient(high - low, codes.highest - codes.lowest).to(scale_dtype).float()
@@ -90,10 +90,10 @@ def refit(
     rounds: int,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Scales and zero points by least squares under the codes nearest, then those codes anew, by turns.
+    """Alternate least-squares scales and zero points with rounding to the nearest codes.
 
-    Each group goes on as long as that takes its error down, columns weighed as in ``search``. Shapes are those of
-    ``search``; zero points come out as numbers that are not whole.
+    Each group continues while its error decreases, with columns weighted as in ``search``. Shapes are those of
+    ``search``; zero points are floats.
     """
     smallest = smallest_scale(scale_dtype)
     ones = weights.sum(-1, keepdim=True)

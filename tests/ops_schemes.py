@@ -1,8 +1,8 @@
-"""The eight schemes as the shared tests see them: formats, random weights, what the operator makes of x.
+"""Schemes of the shared tests: formats, random weights, and quantization of x.
 
-``PRODUCTS`` is what the generic tests run over; ``SCHEMES`` are those of weights in integers or e4m3.
-A scheme's formats say how its weight is stored and its activation quantized; ``make_weight`` gives the operator's
-arguments and, in float64, exactly what they mean.
+``PRODUCTS`` parametrizes the generic tests; ``SCHEMES`` are those with integer or e4m3 weights. A scheme's formats
+define weight storage and activation quantization; ``make_weight`` gives the operator's arguments and, in float64, their
+exact value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def generator(seed: int) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Activation:
-    """What an operator does with x [M, K] before it multiplies."""
+    """The transformation of x [M, K] before the GEMM."""
 
     format: str = "float"  # as it comes, "int8" or "fp8"
     symmetric: bool = True  # int8
@@ -65,7 +65,7 @@ class Activation:
         return reference.quantize_activation_fp8(x, self.group_size, self.scale(x.device))
 
     def seen(self, x: Tensor) -> Tensor:
-        """x̂ [M, K] float64: what is multiplied, by the quantizing operators (which have tests of their own)."""
+        """x̂ [M, K] float64: the GEMM's activations, from the separately tested quantization operators."""
         return x.double() if self.format == "float" else reference.dequantize_activation(*self.quantize(x))
 
     def step(self, x: Tensor) -> Tensor:

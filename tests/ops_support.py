@@ -19,7 +19,7 @@ def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor
 
 
 def check_product(y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
-    """y is the product of a scheme: of what it makes of x [..., K], and of what its weight means."""
+    """Check that y is the GEMM of the quantized x [..., K] and the dequantized weight."""
     rows = x.detach().reshape(-1, weight.k)
     if y.numel() == 0:
         accuracy.check_metadata(y, x, weight.n)
@@ -145,7 +145,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def before_guard_page(x: Tensor) -> Tensor:
-    """A copy of a CPU tensor whose last byte is followed by a page that may not be touched."""
+    """A copy of a CPU tensor that ends at an inaccessible page."""
     size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -161,7 +161,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def check_chain_in_a_graph(chain: Callable[[], Tensor], source: Tensor) -> None:
-    """A captured `chain` of kernels, which begins at `source`, replays to what it gives outside the graph."""
+    """A captured `chain` of kernels, starting at `source`, replays to its result outside the graph."""
     original = source.clone()
     chain()
     graph = torch.cuda.CUDAGraph()

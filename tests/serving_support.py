@@ -18,7 +18,7 @@ SOURCES = Path(os.environ.get("QAO_SERVING") or Path(sys.prefix, "serving"))
 
 
 def sources_of(engine: str) -> Path:
-    """The folder of an engine's Python sources; skips the test where there is none."""
+    """The folder of an engine's Python sources; skips the test if there is none."""
     found = sorted(SOURCES.glob(f"{engine}-*"))
     if not found:
         reason = f"no {engine} in {SOURCES}: python tools/serving.py {SOURCES} fetches it (Python 3.11 or newer)"

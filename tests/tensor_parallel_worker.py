@@ -107,7 +107,7 @@ def check_scheme(scheme: qao.Scheme) -> None:
         # The same codes, scales and activations: nothing is left but the order of sums of products in float32.
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
-    # The parts are those of the whole, bit for bit, and so is what a column-wise layer computes of them.
+    # The parts equal those of the whole bit for bit, and so do the results of a column-wise layer.
     rows = own()
     assert torch.equal(model.up.dequantize(), whole.up.dequantize()[rows])
     assert torch.equal(model.down.dequantize(), whole.down.dequantize()[:, rows])
@@ -380,7 +380,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def causal_lm(tied: bool) -> nn.Module:
-    """Qwen2, whose projections have biases; without random ones they would be zeros."""
+    """Qwen2 with random biases of its projections, which would otherwise be zeros."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

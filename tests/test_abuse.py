@@ -1,4 +1,4 @@
-"""Nothing that a caller can do ends the process, gives memory that nobody wrote, or raises without saying where."""
+"""Hostile calls: no crash, no uninitialized memory in results, no error without its operator."""
 
 from __future__ import annotations
 

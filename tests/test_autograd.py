@@ -63,7 +63,7 @@ def test_gradient_has_the_shape_of_x(shape: tuple[int, ...], scheme: Scheme, dev
 
 
 def test_directional_derivative(scheme: Scheme, device: str) -> None:
-    """y is linear in x: its difference along v, in float32, is the product of the gradient with v."""
+    """y is linear in x: its difference along v, in float32, is the inner product of the gradient and v."""
     if scheme.few_formats[0].activation != FLOAT:
         pytest.skip("rounding x to eight bits is not linear; its gradient is the identity's")
     for fmt in scheme.few_formats:
@@ -172,7 +172,7 @@ def test_second_derivative(scheme: Scheme, device: str) -> None:
 
 
 def test_the_raw_op_warns_that_it_has_no_gradient(scheme: Scheme, device: str) -> None:
-    """torch.ops.qao.*_mm are without autograd, and torch says so to whoever differentiates through one."""
+    """torch.ops.qao.*_mm have no autograd formula, and torch warns when one is differentiated."""
     weight = scheme.make_weight(50, 200, device=device)
     x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
     with pytest.warns(UserWarning, match=f"qao::{scheme.word}_mm: an autograd kernel was not registered"):

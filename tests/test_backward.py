@@ -94,7 +94,7 @@ def test_checkpointing_looks_too(use_reentrant: bool, scheme: qao.Scheme, device
 
 
 def test_a_second_derivative(scheme: qao.Scheme, device: str) -> None:
-    """Of ‖dx‖², for loss = Σ y³ / 3, beside the layer in floats with the same y."""
+    """Second derivative, of ‖dx‖² for loss = Σ y³ / 3, against the float layer with the same y."""
     layer, x = make(scheme, device)
     y = layer(x)
     (dx,) = torch.autograd.grad((y**3 / 3).sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Batch-invariant products: a row of y has the same bits, whatever rows x has beside it and however many."""
+"""Batch-invariant GEMM: a row of y has the same bits whatever the number and content of other rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qao.ops.batch_invariant import MODE, with_mode
 from torch import Tensor, nn
 
 every_scheme = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
-# Rows of x; on a CPU, whose scalar kernel is slow, as far as its kernels differ.
+# Rows of x; on a CPU with a slow scalar kernel, only as far as its kernels differ.
 COUNTS = {"cpu": (1, 2, 3, 7, 9, 17, 33), "cuda": (1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 130, 257)}
 
 

@@ -1,4 +1,4 @@
-"""The bench: what it writes, what it compares, what it puts into the documents."""
+"""The benchmarks: results files, comparisons, and generated documents."""
 
 from __future__ import annotations
 

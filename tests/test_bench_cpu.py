@@ -1,4 +1,4 @@
-"""The benches of CPUs: every scheme beside ``F.linear``, and what more threads give."""
+"""CPU benchmarks: every scheme against ``F.linear``, and thread scaling."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_call_with_gradients_takes_the_host_no_longer_than_linear() -> None:
 
 @pytest.fixture
 def all_cores() -> Iterator[None]:
-    """A thread a core: a busy process beside has the core of one."""
+    """One thread per core, so that a busy process takes the core of one."""
     before = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     yield

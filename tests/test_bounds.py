@@ -1,5 +1,4 @@
-"""Operands beside pages that cannot be read: a CPU kernel that reads past them crashes here, and not now and then where
-memory happens to end."""
+"""Operands next to inaccessible pages: a CPU kernel that reads out of bounds crashes deterministically."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ PAGE = mmap.PAGESIZE
 
 
 def beside_guards(t: Any, at_end: bool) -> Any:
-    """A copy of the tensor that ends where a page without access begins, or begins where one ends. What is no tensor
-    stays as it is."""
+    """A copy of a tensor that ends before or starts after an inaccessible page. Other values are returned unchanged."""
     if not isinstance(t, Tensor):
         return t
     count = t.numel() * t.element_size()

@@ -1,4 +1,4 @@
-"""calibrate on small models: what it makes, what it says, and what it leaves when it stops."""
+"""calibrate on small models: results, messages, and the state after an abort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTQ beside its plain float64 loop, and beside rounding to nearest."""
+"""GPTQ against its plain float64 loop, and against rounding to nearest."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_stacked_layers(device: str) -> None:
 
 
 def test_kernels_take_it(device: str) -> None:
-    """The product of a calibrated layer is that with its dequantized weight: groups are where kernels look for them."""
+    """The output of a calibrated layer equals that of its dequantized weight: groups are where kernels expect them."""
     from qao import QuantLinear
 
     weight, hessian = data(device)
@@ -223,7 +223,7 @@ def test_no_code_or_scale_alone_would_be_better(size: int, device: str) -> None:
 
 
 def test_scales_of_a_grid_stay(device: str) -> None:
-    """A weight without errors is left as it is, and so are scales of groups whose codes are all zero points."""
+    """An exactly representable weight is unchanged, and so are scales of groups with only zero-point codes."""
     _, hessian = data(device)
     grid = Grid(torch.full((N, 10), 0.25, device=device), torch.full((N, 10), 8.0, device=device), 32, (0, 15))
     codes = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(3)).float().to(device)
@@ -236,7 +236,7 @@ def test_scales_of_a_grid_stay(device: str) -> None:
 @pytest.mark.parametrize("columns", [1, 31, 33, 128])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_operator(dtype: torch.dtype, columns: int, device: str) -> None:
-    """Codes are nearest to what the errors before them make of the values, which the results tell."""
+    """Codes are nearest to the error-compensated values, which are recovered from the results."""
     g, n = torch.Generator().manual_seed(columns), 45
     weight, moved = (torch.randn(columns, n, generator=g) for _ in range(2))
     scales = torch.rand(columns, n, generator=g) + 0.1

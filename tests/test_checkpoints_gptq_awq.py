@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Weight:
-    """q [K, N], zeros [G, N] and scales [G, N] of a weight, and what it is in float32 [N, K]."""
+    """q [K, N], zeros [G, N] and scales [G, N] of a weight, and its float32 value [N, K]."""
 
     def __init__(self, n: int, k: int, group_size: int, bits: int = 4, zero: int | None = None, dtype=torch.float16):
         self.bits, self.group_size = bits, group_size

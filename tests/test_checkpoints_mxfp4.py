@@ -22,7 +22,7 @@ VALUES = torch.tensor([*reference.FP4_VALUES, *(-value for value in reference.FP
 
 
 def stored(experts: int, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Random blocks and scales, and what they stand for."""
+    """Random blocks and scales, and their values."""
     blocks = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8)
     scales = torch.randint(118, 125, (experts, n, k // 32), dtype=torch.uint8)
     tensors = {"blocks": blocks, "scales": scales}
@@ -83,7 +83,7 @@ def test_damaged_files_are_refused(change: dict[str, Tensor | None], message: st
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A small model whose experts are in MXFP4, on disk; and the same in floats."""
+    """A small model with MXFP4 experts on disk, and the same model in float."""
     transformers = pytest.importorskip("transformers")
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("version 4 has its experts in modules of linear layers")

@@ -78,7 +78,7 @@ def test_what_torchao_wrote(tmp_path: Path) -> None:
     cases = {name.replace(" ", "_"): case for name, case in tensors_of_torchao().items()}
     state = {f"{name}.weight": weight for name, (weight, _) in cases.items()} | {"norm.weight": torch.ones(7)}
     tensors, metadata = flatten_tensor_state_dict(state)
-    for config in (CONFIG, {}):  # the header alone tells, too
+    for config in (CONFIG, {}):  # the header suffices
         write(tmp_path, tensors, config, **metadata)
         checkpoint = open_checkpoint(tmp_path)
         assert checkpoint.format == "torchao" and checkpoint.others == ("norm.weight",)

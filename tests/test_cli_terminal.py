@@ -52,7 +52,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def in_terminal(arguments: list[str], typed: str = "", columns: int = 80) -> tuple[int, str]:
-    """The exit status and what a terminal shows; each line of ``typed`` follows a prompt."""
+    """The exit status and the terminal output; each line of ``typed`` follows a prompt."""
     master, slave = pty.openpty()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": str(columns)}
     process = subprocess.Popen(

@@ -90,7 +90,7 @@ def model(on_cpu: SideBySide, device: str) -> SideBySide:
 
 
 def check_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The operators get the same numbers; what is compiled between them, an addition, is rounded once."""
+    """The operators get the same inputs; the compiled addition between them is rounded once."""
     for name, y in expected.items():
         assert actual[name].dtype == y.dtype and actual[name].shape == y.shape, name
         bound = torch.finfo(y.dtype).eps * y.abs().max() if y.numel() else 0
@@ -180,7 +180,7 @@ def test_mark_dynamic(model: SideBySide, device: str) -> None:
 
 
 def test_no_size_is_special_if_torch_makes_none_so(model: SideBySide, device: str) -> None:
-    """torch gives 0 and 1 a graph each by default. Told not to, one graph serves every M: nothing of ours asks."""
+    """torch compiles graphs for sizes 0 and 1 by default. With this disabled, one graph serves every M."""
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for m in (5, 0, 1, 2, 130):
@@ -240,7 +240,7 @@ def test_a_linear_compiled_by_itself_is_left_and_says_so(inside: bool) -> None:
 
 
 class Layer(nn.Module):
-    """A decoder layer of Llama's shape: eight tensors of norms and rotations beside seven linear layers."""
+    """A Llama-shaped decoder layer: eight tensors of norms and rotations next to seven linear layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ for word in words:  # what a process does once
 
 @pytest.mark.slow
 def test_compiles_no_slower_than_the_float_model() -> None:
-    """32 layers, in CPU time; the least of three, by turns: a busy machine only ever adds to a time."""
+    """32 layers, in CPU time; the minimum of three alternating runs, since load only adds time."""
     faulthandler.dump_traceback_later(4 * WATCHDOG_S, exit=True)
     code = """
 seconds = dict.fromkeys(words, 1e9)

@@ -250,7 +250,7 @@ def test_graph_replays(scheme: Scheme, m: int, x_dtype: torch.dtype) -> None:
 
 @scheme_parameter
 def test_graphs_and_calls_on_several_streams_at_once(scheme: Scheme) -> None:
-    """Four streams, each with x and weight of its own, half of them replaying a graph: no workspace is shared."""
+    """Four streams with separate x and weight, half of them replaying a graph: no workspace is shared."""
     weights = [big_layer(scheme, 1024, 2048, seed) for seed in range(4)]
     for m in M_KINDS:
         inputs = [randn(m, 2048, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(4)]

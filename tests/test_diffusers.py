@@ -113,7 +113,7 @@ def test_another_dtype_leaves_scales_alone(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:quantize_. these big weights")
 @pytest.mark.parametrize("make", [unet, flux])
 def test_the_dtype_of_a_model_is_not_that_of_its_scales(make: Callable[[], Any]) -> None:
-    """Pipelines cast what they give a model to it. The first float tensor of Flux is a scale."""
+    """Pipelines cast a model's inputs to this dtype. The first float tensor of Flux is a scale."""
     model = make().bfloat16()
     qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
     assert model.dtype == torch.bfloat16

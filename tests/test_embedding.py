@@ -352,7 +352,7 @@ def test_public_name() -> None:
 
 @pytest.mark.parametrize("scheme", (INT4, SCHEMES[2]), ids=str)
 def test_without_data_it_has_no_rows(scheme: Scheme) -> None:
-    """Ids beside a weight on meta go to the fake kernel, whose result is memory that nobody writes."""
+    """Real ids with a meta weight must not reach the fake kernel, which returns uninitialized memory."""
     with torch.device("meta"):
         layer = QuantEmbedding.from_embedding(nn.Embedding(N, K), scheme)
     assert layer(ids_of(3, device="meta")).is_meta

@@ -1,4 +1,4 @@
-"""Models of transformers whose input embedding and head are one quantized weight."""
+"""transformers models with input embedding and head tied to one quantized weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: each mistake has its message, with the op, what is wrong, every tensor involved and the remedy."""
+"""Bad input: each mistake has a message with the op, the problem, every tensor involved and the remedy."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_meta_tensors_have_shapes_only(op: str) -> None:
     "op", ["int4_mm", "int8_int4_mm", "fp8_int4_mm", *BYTES, "pack_int4", "unpack_int4", "dequantize_int4"]
 )
 def test_meta_operands_beside_others(op: str, device: str) -> None:
-    """Each operand alone on meta, and each alone elsewhere: never memory that nobody wrote."""
+    """Each operand alone on meta, and each alone elsewhere: never uninitialized memory."""
     arguments = arguments_of(op, device)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     meta = arguments | {name: value.to("meta") for name, value in tensors.items()}

@@ -16,7 +16,7 @@ SIZES = [(1, 1, 1), (1, 8, 128), (3, 2, 5), (9, 4, 32), (33, 8, 128), (7, 3, 700
 
 
 def routing(tokens: int, top_k: int, experts: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Some numbers are of nobody's experts."""
+    """Some numbers belong to no expert."""
     return torch.randint(-1, experts + 2, (tokens, top_k), generator=generator(tokens), dtype=dtype)
 
 

@@ -130,7 +130,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_models_compute_what_their_dequantised_weights_do(make: Callable[[], Any]) -> None:
-    """Weights alone are quantized: what is left is what float32, or 16 bits, do to the same model."""
+    """Only weights are quantized, so the results differ only by float32 or 16-bit rounding."""
     for scheme in (qao.Int4WeightOnly(group_size=32), qao.Int8WeightOnly()):
         model = made(make)
         with warnings.catch_warnings():
@@ -235,7 +235,7 @@ def test_experts_without_a_gate_and_transposed_ones(make: Callable[[], Any]) -> 
 @pytest.mark.filterwarnings("ignore:The weight .* of a quantized layer was read")
 @pytest.mark.parametrize("make", [nemotron, aria, gpt_oss, qwen3_moe], ids=lambda make: make.__name__)
 def test_weights_are_read_under_the_names_they_had(make: Callable[[], Any]) -> None:
-    """Qwen3-Omni's initialisation does so while it is loaded, and writes what nobody has initialised."""
+    """Qwen3-Omni's initialization does so during loading, and writes uninitialized tensors."""
     model = nn.ModuleDict({"all": made(make)})
     qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
     experts: Any = next(module for module in model.modules() if isinstance(module, QuantExperts))

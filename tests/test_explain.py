@@ -1,4 +1,4 @@
-"""qao.explain and the doctor: what they say, and that it is true."""
+"""qao.explain and the doctor: their reports, checked against the facts."""
 
 from __future__ import annotations
 

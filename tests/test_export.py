@@ -54,7 +54,7 @@ def run_fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``code`` in a Python that knows nothing of this one."""
     command = [sys.executable, "-c", code, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PYTHONFAULTHANDLER"] = "1"  # a process that crashes tells where
+    environment["PYTHONFAULTHANDLER"] = "1"  # reports where a process crashes
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
 
 

@@ -31,7 +31,7 @@ def values(*shape: int, device: str, seed: int = 0) -> Tensor:
 
 
 def made(scheme: Scheme, device: str) -> list[tuple[Weight, Callable[..., Tensor]]]:
-    """Weights [40, 70] of both formats that use every part of the operator, and the product of x and bias with each."""
+    """Weights [40, 70] in both formats that use every part of the operator, and the GEMM of x with each."""
     weights = [scheme.make_weight(40, 70, fmt, device) for fmt in scheme.few_formats]
     return [(w, lambda x, bias=None, w=w: scheme.mm_with_grad(x, w, bias)) for w in weights]
 

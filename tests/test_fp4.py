@@ -87,7 +87,7 @@ def test_every_scale_of_both_formats_is_exact() -> None:
         q = torch.randint(0, 16, (len(scales), size), dtype=torch.uint8)
         weight = ops.pack_fp4(q, scales[:, None], None, size)
         assert torch.equal(ops.unpack_fp4(*weight, len(scales), size, size)[1].float(), scales[:, None])
-        # float32 overflows above 2^125 * 6, and torch's products of subnormal numbers may be 0.
+        # float32 overflows above 2^125 * 6, and torch may flush subnormal results to 0.
         known = (scales < 2.0**125) & (scales > 2.0**-124)
         dense = ops.dequantize_fp4(*weight, len(scales), size, size, torch.float32)
         assert torch.equal(dense[known], (VALUES[q.long()] * scales[:, None])[known])
@@ -177,7 +177,7 @@ def test_mistakes_have_their_message(name: str, change: Callable[[Any], Any], me
 
 
 def test_scales_that_are_no_numbers_give_no_numbers() -> None:
-    """Nothing looks at the numbers of scales; what is wrong there is seen in y."""
+    """Values of scales are not checked; invalid ones must show in y."""
     given = arguments()
     given["scales"][0, 2, 0, 5] = float("nan")
     y = torch.ops.qao.fp4_mm(**given)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 GATES = [SILU, GPT_OSS, (1.702, 7.0, 1.0, False), (1.0, 0.25, -2.0, True)]
-COUNTS, TAIL = [0, 1, 40, 0, 3, 17, 2, 0], 5  # rows of experts, and of nobody
+COUNTS, TAIL = [0, 1, 40, 0, 3, 17, 2, 0], 5  # rows of experts, then rows without an expert
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 

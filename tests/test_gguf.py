@@ -167,7 +167,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_linear_layers(kind: str, tmp_path: Path) -> None:
     """Q4_0: the numbers of the file. Q4_1: to within a rounding. Q8_0: to within half a step of a row."""
-    model = float_model("qwen2")  # whose rows lie as in the file
+    model = float_model("qwen2")  # its rows have the same order as in the file
     path = write(tmp_path / "model.gguf", model, kind)
     checkpoint, plain = open_checkpoint(path), stored(path)
     assert checkpoint.format == "gguf"
@@ -408,7 +408,7 @@ def test_parts(llama: Path, tmp_path: Path) -> None:
     ids=str,
 )
 def test_models(architecture: str, changes: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    """The model computes what it did before its weights were quantized and its rows permuted."""
+    """The model computes the same as before its weights were quantized and its rows permuted."""
     model = float_model(architecture, **changes)
     path = write(tmp_path / "model.gguf", model, kind)
     checkpoint = open_checkpoint(path)
@@ -431,7 +431,7 @@ def test_models(architecture: str, changes: dict[str, Any], kind: str, tmp_path:
 
 
 def test_llama3_rope(tmp_path: Path) -> None:
-    """rope_freqs.weight holds factors; the config has what they come from."""
+    """rope_freqs.weight holds factors; the config holds their parameters."""
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     model: Any = float_model("llama", rope_scaling={"rope_type": "llama3", **scaling})
     plain: Any = float_model("llama")

@@ -68,7 +68,7 @@ ROUTINGS = {
 @pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize(("scheme", "fmt"), [*FEW, *ONE_SCALE])
 def test_tiles(scheme: Scheme, fmt: Format, counts: list[int], device: str) -> None:
-    """Sizes that fill tiles and that do not, aligned rows, with and without rows of nobody."""
+    """Full and partial tiles, aligned rows, with and without rows outside all experts."""
     for n, k, x_dtype in ((48, 320, torch.bfloat16), (132, 1024, torch.float16), (200, 64, torch.float32)):
         experts = make_experts(scheme, len(counts), n, k, fmt, x_dtype, device)
         x = randn(37, k, dtype=x_dtype, device=device)
@@ -153,8 +153,11 @@ BF16_FEW = [param for param in FEW if param.values[0].word == "int4"]
 @pytest.mark.parametrize(("n", "k"), [(1000, 512), (48, 2880), (2064, 1024), (17, 200)])
 @pytest.mark.parametrize(("scheme", "fmt"), BF16_FEW)
 def test_few_rows_of_bfloat16(scheme: Scheme, fmt: Format, n: int, k: int, device: str) -> None:
-    """What Hopper has a body of its own for: one row an expert, an expert with all of them, steps that end past K, rows
-    that no 16-byte load can read, and what a byte as a subnormal number cannot hold."""
+    """Cases of a dedicated Hopper kernel.
+
+    One row per expert, an expert with all rows, steps that end past K, rows that no 16-byte load can read, and sums
+    that exceed a byte as a subnormal number.
+    """
     experts = make_experts(scheme, 6, n, k, fmt, torch.bfloat16, device)
     x = randn(12, k + 1, dtype=torch.bfloat16, device=device)
     for counts in ([1, 1, 1, 1, 1, 1], [0, 0, 29, 0, 0, 1], [9, 2, 8, 0, 1, 0]):
@@ -441,7 +444,7 @@ OFFSETS = [[0, 1, 1, 40, 90, 90, 91, 200], [200] * 8, [0] * 8, [0, 0, 0, 0, 0, 0
 
 @pytest.mark.parametrize(("scheme", "fmt"), FEW)
 def test_rows_of_gradients_need_no_look_at_the_offsets(scheme: Scheme, fmt: Format, device: str) -> None:
-    """As a GPU makes them, beside a loop over experts; n is no multiple of what is packed."""
+    """Gradients as a GPU computes them, against a loop over experts; n is not a multiple of the packing."""
     experts = make_experts(scheme, 8, 40, 96, fmt, torch.float32, device)
     dense, sizes = GROUPED[experts.op], [value for value in experts.arguments if type(value) is int]
     weight, scales = experts.operands

@@ -1,4 +1,4 @@
-"""qao._host: what it says about problems, and that its kernel table says the same."""
+"""qao._host: its reports about problems, and its kernel table."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_kernel_in_use_is_that_of_the_selected_isa() -> None:
 @pytest.mark.parametrize("m", [1, 64])
 @pytest.mark.parametrize("isa", [isa for isa in ISA_FLAGS if isa != "scalar"])
 def test_sums_beyond_32_bits_have_a_kernel_of_their_instruction_set(isa: str, m: int) -> None:
-    """65537 products of int8 may be more than an int32 holds, and plain C++ is 60 times slower."""
+    """65537 int8 products may overflow an int32, and plain C++ is 60 times slower."""
     kernel = host.cpu_kernel(problem("int8_int8_mm", m=m, k=131072), isa)
     assert kernel.split()[0] != "scalar"
 

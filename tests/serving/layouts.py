@@ -1,4 +1,4 @@
-"""Linear layers of checkpoints in the layouts of others, for any engine: their tensors, and what is to come out."""
+"""Linear layers of checkpoints in third-party layouts, for any engine: tensors and expected results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ E4M3_BLOCK = Activation("fp8", group_size=128)
 def states_of(
     case: str, kind: str, dtype: torch.dtype, one_scale: bool = False
 ) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[Tensor]]:
-    """The config of a checkpoint of compressed-tensors, its tensors for each matrix, and in float64 what they are.
+    """The config of a compressed-tensors checkpoint, its tensors for each matrix, and their float64 values.
 
-    ``one_scale``: e4m3 matrices that are joined have the same scale, if they have one each.
+    ``one_scale``: joined e4m3 matrices share a scale, if they have one each.
     """
     scheme = scheme_of(CASES[case][0])
     scheme.targets = ["Linear"]
@@ -53,7 +53,7 @@ def check(loaded: Layer, dense: list[Tensor], biases: list[Tensor], what: Activa
 
 
 def add_bias(kind: str, states: list[dict[str, Tensor]], dtype: torch.dtype) -> list[Tensor]:
-    """Beside the weights of a layer that adds it before results are summed."""
+    """Add a bias next to the weights of a layer that adds it before the reduction over ranks."""
     if kind == "row":
         return []
     biases = [torch.randn(rows, dtype=dtype) for _, _, rows in KINDS[kind]]

@@ -15,7 +15,7 @@ N, K = 256, 512  # of one matrix
 HEAD = 64  # 8 heads for queries, 4 for keys and values
 
 
-# Kinds of layers, and the matrices that each joins: what a checkpoint calls them, their id for loaders, their rows.
+# Types of layers, and the matrices that each joins: name in a checkpoint, id for loaders, rows.
 MLP, ATTENTION = "model.layers.0.mlp", "model.layers.0.self_attn"
 KINDS: dict[str, list[tuple[str, Any, int]]] = {
     "column": [(f"{MLP}.fc1", None, N)],

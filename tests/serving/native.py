@@ -1,4 +1,4 @@
-"""Layers of checkpoints in qao's own format, for any engine: what qao writes, and what is to come out."""
+"""Layers of checkpoints in qao's own format, for any engine: files and expected results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def exact(scheme: Scheme) -> Scheme:
 
 
 def checkpoint(kind: str, scheme: Scheme) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[Tensor]]:
-    """What qao writes of a model with these layers: config, tensors of each matrix, and in float64 what they are."""
+    """The files that qao writes for these layers: config, tensors of each matrix, and their float64 values."""
     layers, states, dense = {}, [], []
     for name, _, rows in KINDS[kind]:
         linear = nn.Linear(K, rows, bias=kind != "row", dtype=DTYPE)
@@ -73,7 +73,7 @@ def check(loaded: Layer, scheme: Scheme, states: list[dict[str, Tensor]], dense:
 
 
 def check_joined(load: Callable[..., Layer], kind: str, size: int, scheme: Scheme) -> None:
-    """``check`` on each of ``size`` processes, whose layers are loaded from one that the checkpoint has joined."""
+    """``check`` on each of ``size`` ranks, loading a layer that the checkpoint stores joined."""
     torch.manual_seed(size)
     content, states, dense, biases = joined(kind, scheme)
     parts = [{"bias": bias} for bias in biases]

@@ -1,4 +1,4 @@
-"""Experts of checkpoints in qao's own format, for any engine: what qao writes, and what is to come out."""
+"""Experts of checkpoints in qao's own format, for any engine: files and expected results."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ EXPERT_SCHEMES = [
 def checkpoint(
     scheme: Scheme, spread: float = 0.1, gpt_oss: bool = False
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[dict[str, Tensor]]]:
-    """What qao writes of a layer's experts: config and tensors by name; and in float64 what they are.
+    """The files that qao writes for a layer's experts: config, tensors by name, and their float64 values.
 
     Args:
         spread: of the weights.
-        gpt_oss: rows of gate and up lie by turns, and there are biases.
+        gpt_oss: rows of gate and up alternate, and there are biases.
     """
     tensors, whole = {}, {}
     for key, n, k in (("up", 2 * WIDTH, K), ("down", K, WIDTH)):

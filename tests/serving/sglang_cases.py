@@ -1,4 +1,4 @@
-"""Checkpoints in qao's own format in SGLang's own layers; run by tests/test_sglang.py in a process of its own."""
+"""Checkpoints in qao's own format in SGLang's own layers; run by tests/test_sglang.py in a process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def config(*names: str) -> Any:
 
 
 def test_layers_that_are_joined_must_be_quantised_alike() -> None:
-    """Also in models that do not tell what they join."""
+    """Also in models that do not declare the joined layers."""
     made = config("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
     with pytest.raises(ValueError, match="qkv_proj joins .*v_proj: not quantised. Give them one scheme"):
         made.get_quant_method(LinearBase.__new__(LinearBase), "model.layers.0.self_attn.qkv_proj")

@@ -1,4 +1,4 @@
-"""Fused experts that qao leaves to SGLang; run by tests/test_sglang.py in a process of its own."""
+"""Fused experts that qao leaves to SGLang; run by tests/test_sglang.py in a separate process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == process.__name__]
 
 
-# Checkpoints: the method, its config, and what is logged.
+# Checkpoints: the method, its config, and the log message.
 CHECKPOINTS: list[tuple[str, dict[str, Any], str]] = [
     ("compressed-tensors", checkpoint("W4A16 asym")[0], "zero points, which SGLang does not load into experts"),
     ("gptq_marlin", {**GPTQ, "desc_act": True}, "columns reordered into groups (desc_act)"),
@@ -59,7 +59,7 @@ def test_checkpoints(method: str, config: dict[str, Any], reason: str, caplog: p
     assert message.startswith(f"qao leaves layers such as {PREFIX} to SGLang: fused experts: ") and reason in message
 
 
-# Layers: what models ask for, and what is logged.
+# Layers: the model's requirements, and the log message.
 LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"activation": "gelu"}, "a gate other than SiLU"),
     ({"is_gated": False}, "a gate other than SiLU"),
@@ -77,7 +77,7 @@ def test_layers(options: dict[str, Any], reason: str, caplog: pytest.LogCaptureF
     assert reason in caplog.text
 
 
-# What a server is told: its flags, and the reason that follows.
+# Servers: the flags, and the resulting reason.
 SERVERS: list[tuple[Callable[[], AbstractContextManager[Any]], str]] = [
     (lambda: get_flags().moe.override(runner_backend=MoeRunnerBackend.TRITON), "another backend is asked for: triton"),
     (lambda: get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP), "tokens that deepep exchanges"),

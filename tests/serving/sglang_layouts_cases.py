@@ -1,4 +1,4 @@
-"""Checkpoints in the layouts of others in SGLang's own layers; run by tests/test_sglang.py in a process of its own."""
+"""Third-party checkpoint layouts in SGLang's own layers; run by tests/test_sglang.py in a process."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_modelopt_fp8(kind: str, size: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["w8a8_int8", "w8a8_fp8"])
 def test_w8a8(method: str, kind: str, size: int) -> None:
-    """What SGLang is told to read so, of compressed-tensors or not."""
+    """Formats that SGLang reads in this way, from compressed-tensors or others."""
     torch.manual_seed(size)
     case, what = ("W8A8", INT8) if method == "w8a8_int8" else ("FP8_DYNAMIC", E4M3)
     _, states, dense = states_of(case, kind, BF16)
@@ -247,7 +247,7 @@ def test_compiles_into_one_graph(case: str) -> None:
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq_marlin", "awq"])
 def test_weights_are_held_once(method: str) -> None:
-    """Nothing of what a checkpoint stored stays beside the packed weight."""
+    """No tensor of the checkpoint is kept next to the packed weight."""
     if method == "compressed-tensors":
         config, states, _ = states_of("W4A16 asym", "qkv", BF16)
     else:

@@ -1,4 +1,4 @@
-"""What qao leaves to SGLang, what it logs and how it registers; run by tests/test_sglang.py in a process of its own."""
+"""Layers that qao leaves to SGLang, log messages, registration; run by tests/test_sglang.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, logger=process.__name__)
 
 
-# Whatever is left to SGLang: the method, its config, the tensors, and what is logged.
+# Layers left to SGLang: the method, its config, the tensors, and the log message.
 def left_int8_static() -> tuple[str, dict[str, Any]]:
     config, _, _ = states_of("W8A8", "column", torch.bfloat16)
     inputs = {**config["config_groups"]["group_0"]["input_activations"], "strategy": "tensor", "dynamic": False}

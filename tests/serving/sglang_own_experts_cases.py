@@ -1,4 +1,4 @@
-"""Experts in qao's own format in SGLang's own layer; run by tests/test_sglang.py in a process of its own."""
+"""Experts in qao's own format in SGLang's own layer; run by tests/test_sglang.py in a separate process."""
 
 from __future__ import annotations
 

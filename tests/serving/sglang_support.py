@@ -152,7 +152,7 @@ class Experts:
 
 @contextmanager
 def no_triton() -> Iterator[None]:
-    """For torch.compile, which takes the stand-in for triton and what it finds there for types."""
+    """A context for torch.compile, which would take types from the stand-in for triton."""
     from torch._dynamo import utils
 
     types = {one for one in utils.common_constant_types if isinstance(one, type)}

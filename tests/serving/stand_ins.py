@@ -1,7 +1,7 @@
-"""Stand-ins for what vLLM and SGLang import beside their layers: web servers, message queues, grammars.
+"""Stand-ins for imports of vLLM and SGLang that their layers do not need: web servers, queues, grammars.
 
-Their layers need none of it. Whatever stands here is replaced whether it is installed or not, so that tests do the same
-everywhere; all else of the engines, and all else that they import, is the real thing.
+They replace the modules whether installed or not, so that tests behave the same everywhere. The engines themselves and
+all their other imports are real.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's own layers with qao's kernels; run by tests/test_vllm.py in a process of its own."""
+"""vLLM's own layers with qao's kernels; run by tests/test_vllm.py in a separate process."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_compiles_into_one_graph(case: str) -> None:
 
 
 def test_weights_are_held_once() -> None:
-    """Nothing of what a checkpoint stored stays beside the packed weight."""
+    """No tensor of the checkpoint is kept next to the packed weight."""
     config, states, _ = states_of("W4A16 asym", "qkv", torch.bfloat16)
     with engine(torch.bfloat16):
         loaded = Loaded("qkv", CompressedTensorsConfig.from_config(config), states)

@@ -1,4 +1,4 @@
-"""vLLM's own fused experts with qao's grouped products; run by tests/test_vllm.py in a process of its own."""
+"""vLLM's own fused experts with qao's grouped GEMM; run by tests/test_vllm.py in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that ``save_pretrained`` wrote, as vLLM's own loader makes and loads them; run by tests/test_vllm.py."""
+"""Models written by ``save_pretrained`` in vLLM's own loader; run by tests/test_vllm.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import registry
 from vllm_support import engine, log_lines
 
-# vLLM's layers, by the last part of their names, and what they join.
+# vLLM's layers, by the last part of their names, and the layers they join.
 LAYERS = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "o_proj": ["o_proj"],
@@ -45,8 +45,10 @@ def llama(intermediate_size: int) -> Any:
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM asks a process of its own what a model class can, which would not know our stand-ins; and there is no GPU
-    whose cache it could empty."""
+    """Avoid processes and GPU calls of vLLM.
+
+    vLLM queries the capabilities of a model class in a separate process without the stand-ins, and empties a GPU cache.
+    """
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: function())
     with mock.patch.object(torch.accelerator, "empty_cache"):
         yield
@@ -60,7 +62,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
 
 
 def load(folder: Path) -> tuple[Any, str]:
-    """vLLM's model, and what it takes the quantization for."""
+    """vLLM's model, and the quantization it detects."""
     config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32)
     devices, files = DeviceConfig(device="cpu"), LoadConfig(load_format="safetensors")
     whole = VllmConfig(model_config=config, load_config=files, device_config=devices)
@@ -141,7 +143,7 @@ SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "
 SIZES |= {"max_position_embeddings": 64, "num_key_value_heads": 2, "num_experts_per_tok": 2, "intermediate_size": 128}
 MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 32},
-    "Mixtral": {"num_local_experts": 4},  # whose experts transformers calls otherwise than its checkpoints do
+    "Mixtral": {"num_local_experts": 4},  # transformers and the checkpoints name its experts differently
     "Phimoe": {"num_local_experts": 4},  # by vLLM's backend for models that only transformers has
     "GptOss": {"num_local_experts": 4, "head_dim": 32},  # vLLM makes its head in floats
     "DeepseekV3": {

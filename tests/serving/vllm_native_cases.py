@@ -1,4 +1,4 @@
-"""Checkpoints in qao's own format in vLLM's own layers; run by tests/test_vllm.py in a process of its own."""
+"""Checkpoints in qao's own format in vLLM's own layers; run by tests/test_vllm.py in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts in qao's own format in vLLM's own layer; run by tests/test_vllm.py in a process of its own."""
+"""Experts in qao's own format in vLLM's own layer; run by tests/test_vllm.py in a separate process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_experts_cases import run
 from vllm_support import engine
 
-BESIDE = ("pip_install_qao", ".weight")  # what a state dict has beside the Parameters
+BESIDE = ("pip_install_qao", ".weight")  # entries of a state dict other than Parameters
 GPT_OSS = {"activation": "swigluoai", "has_bias": True, "routed_experts_cls": GptOssRoutedExperts}
 
 
@@ -127,7 +127,7 @@ def test_gates_with_limits(activation: str, numbers: tuple[float | None, ...], g
 @pytest.mark.parametrize(("size", "ep"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[1]], ids=str)
 def test_experts_of_gpt_oss(scheme: Scheme, size: int, ep: bool) -> None:
-    """Rows of gate and up by turns, cut off at 7, with biases, of which a sum over processes has that of down once."""
+    """Alternating gate and up rows, clamped at 7, with biases; the bias of down is added on one rank only."""
     torch.manual_seed(size)
     config, tensors, dense = checkpoint(scheme, spread=0.5, gpt_oss=True)
     given = routing(9)
@@ -135,7 +135,7 @@ def test_experts_of_gpt_oss(scheme: Scheme, size: int, ep: bool) -> None:
 
 
 def test_a_loader_of_a_model_s_own() -> None:
-    """That of GPT-OSS finds parameters by their names, and passes over what it does not know."""
+    """GPT-OSS's loader finds parameters by name, and skips unknown names."""
     config, tensors, _ = checkpoint(SCHEMES[0], gpt_oss=True)
     with engine(DTYPE):
         runner = make(config, **GPT_OSS)

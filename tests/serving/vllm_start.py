@@ -1,7 +1,7 @@
-"""vLLM's modules imported in many orders, each in a process of its own: what qao has become there.
+"""vLLM's modules imported in many orders, each in a separate process: the resulting state of qao.
 
-``python vllm_start.py FOLDER CASE...`` prints a line of JSON for each case "WHEN MODULE": vLLM loads its plugins first
-or last, or never, and MODULE is the first of vLLM's that is imported besides. qao's entry point goes into FOLDER.
+``python vllm_start.py FOLDER CASE...`` prints a line of JSON for each case "WHEN MODULE": vLLM loads its plugins first,
+last or never, and MODULE is the first other vLLM module to be imported. qao's entry point is written to FOLDER.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's own layers on this machine's CPU, without its compiled part: import this before anything of vLLM."""
+"""vLLM's own layers on a CPU, without its compiled extension. Import this before anything of vLLM."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def log_lines() -> Iterator[list[logging.LogRecord]]:
 
 @contextmanager
 def engine(dtype: torch.dtype) -> Iterator[None]:
-    """What is there in a process of vLLM while it makes, loads and runs a model of ``dtype``."""
+    """The environment of a vLLM process while it creates, loads and runs a model of ``dtype``."""
     config = VllmConfig()
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
