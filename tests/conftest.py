@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pytest_configure() -> None:
         torch.set_num_threads(max(len(os.sched_getaffinity(0)) // workers, 1))
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", os.environ["OMP_NUM_THREADS"])
-    # They share the GPUs: all see all of them, each another one first. Before CUDA starts.
+    # Workers also share the GPUs: all see all GPUs, in rotated order. Must run before CUDA starts.
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker and count > 1:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
@@ -26,9 +26,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what gpu_report.py knows to be done, and spreads the longest tests over the workers of pytest-xdist.
+    """Skip tests that gpu_report.py has already run, and spread the longest tests over pytest-xdist's workers.
 
-    Each worker gets an equal part of the list. At the end of the last part, as they stand, they would run one by one.
+    Each worker gets an equal part of the list. At the end of the last part they would run one by one.
     """
     if path := os.environ.pop("QAO_TESTS_DONE", None):  # not for pytest inside a test
         done = set(Path(path).read_text().splitlines())

@@ -47,7 +47,7 @@ KERNELS = {
 RING = _attention._templated_ring_attention
 
 
-rings: list[Any] = []  # one for each time attention went around the ranks, or was traced doing so
+rings: list[Any] = []  # one per ring pass of attention, executed or traced
 
 
 def counted_ring(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ _attention.custom_ops[CPU_ATTENTION] = ring_on_cpu
 
 
 class Attention(nn.Module):
-    """Four heads of 32, causal; nothing in it depends on the position of a token."""
+    """Four causal heads of 32, independent of token positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,12 +125,12 @@ def check(scheme: qao.Scheme, dtype: torch.dtype, backend: str | None) -> None:
             assert own <= 2 * error + 1e-6 * exact.norm(), (own, error)
     finally:
         torch.set_float32_matmul_precision(precision)
-        _attention._disable_context_parallel_dispatcher_impl()  # torch 2.11 stays in it where its block raises
+        _attention._disable_context_parallel_dispatcher_impl()  # torch 2.11 leaves it enabled after an error
 
 
 for _name, _scheme in SCHEMES.items():
     for _dtype_name, _dtype in DTYPES.items():
-        # Inductor compiles C++ on a CPU, half a minute a case: once. The collectives of aot_eager are the same.
+        # Inductor compiles C++ on a CPU, half a minute per case: once. The collectives of aot_eager are the same.
         for _backend in (None, "inductor" if DEVICE == "cuda" or _name == "int4" else "aot_eager"):
             CASES[f"{_name} {_dtype_name} {'compiled' if _backend else 'eager'}"] = (
                 lambda folder, of=(_scheme, _dtype, _backend): check(*of)
@@ -142,7 +142,7 @@ def fake(world: int = 32) -> None:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
-    # Inductor compiles the attention of each of 32 turns, which takes minutes; the collectives are those before it.
+    # Inductor would compile the attention of each of 32 ring steps, which takes minutes; collectives are fixed before.
     for dtype, backend, allowed in product(DTYPES.values(), (None, "aot_eager"), ("highest", "high")):
         torch.set_float32_matmul_precision(allowed)
         assert run(model(SCHEMES["int4"], dtype), mesh, dtype, backend)[0].shape == (1, TOKENS // world, 128)

@@ -1,4 +1,4 @@
-"""The instruction sets that QAO_CPU_ISA may name on this architecture, from few features to many."""
+"""Values of QAO_CPU_ISA on this architecture, from few features to many."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-# What /proc/cpuinfo must list for each level (csrc/cpu/features.h).
+# Flags in /proc/cpuinfo required for each level (csrc/cpu/features.h).
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi")
 AVX512_BF16 = (*AVX512, "avx512_bf16")
@@ -30,5 +30,5 @@ ISA_FLAGS = ARM_FLAGS if platform.machine() == "aarch64" else X86_FLAGS
 
 
 def runs_amx() -> bool:
-    """Whether this process has AMX and is not held to less."""
+    """Whether this process has AMX and is not limited to less."""
     return torch.cpu._is_amx_tile_supported() and os.environ.get("QAO_CPU_ISA", "amx") == "amx"

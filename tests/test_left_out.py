@@ -103,7 +103,7 @@ class NoBias(nn.Linear):
 class Writing(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         y = nn.functional.linear(input, self.weight, self.bias)
-        self.to = y  # what it reaches for is known, but not that it writes it
+        self.to = y  # the module it stores is known, but not the write
         return y
 
 

@@ -27,7 +27,7 @@ from qao import (
 from torch import Tensor, nn
 
 SCHEME = Int4WeightOnly(group_size=32)
-# Each with what it does to activations.
+# Each scheme with its activation transformation.
 SCHEMES: dict[qao.Scheme, Activation] = {
     SCHEME: Activation(),
     Int8WeightOnly(): Activation(),
@@ -329,7 +329,7 @@ def test_a_checkpoint_of_another_weight_format(saved: qao.Scheme, loading: qao.S
 
 @pytest.mark.parametrize("assign", [True, False])
 def test_schemes_that_differ_in_activations_share_checkpoints(assign: bool) -> None:
-    """What is done with activations is up to the layer; the weights, and so the results, are those of its scheme."""
+    """Activation handling is a property of the layer: the same weights work under both schemes."""
     x = randn(3, 96, dtype=torch.float32, device="cpu")
     int4, int8, fp8 = SCHEME, Int8WeightOnly(), Float8WeightOnly("block")
     for weights, activations in (

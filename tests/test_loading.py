@@ -1,4 +1,4 @@
-"""What a model insists on while transformers loads it: dtypes it keeps, layers that the checkpoint lacks."""
+"""Model requirements during loading by transformers: fixed dtypes, layers missing from the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A saved layer says what it is, and nobody takes its numbers for something else."""
+"""Markers of saved layers, and rejection of packed values by other loaders."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_no_tokens(scheme: Scheme, shape: tuple[int, ...], with_bias: bool, devi
 @every_kind
 @every_scheme
 def test_nothing_is_read_past_an_allocation(scheme: Scheme, m: int, x_dtype: torch.dtype) -> None:
-    """Every operand ends at a page that may not be touched (x in rows whose stride is not K): an over-read crashes."""
+    """Every operand ends at an inaccessible page (x in padded rows): out-of-bounds reads crash."""
     for k in (1, 33, 128, 300):
         weight = scheme.make_weight(33, k, scheme.few_formats[1])
         at_the_end = replace(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 transformers: Any = pytest.importorskip("transformers")
 
 SCHEME = Int4WeightOnly(group_size=64, clip_search=False)  # which weights they are matters nothing here: the quick ones
-# Weight formats; what is done with activations is tested operator by operator.
+# Weight formats; activation handling is tested operator by operator.
 SCHEMES = (SCHEME, Int8WeightOnly(clip_search=False), Float8WeightOnly("block"))
 DYNAMIC = (Int8DynamicActivationInt8Weight(clip_search=False), Float8DynamicActivationFloat8Weight())
 # Models here are so small that every weight in them is a big one.
@@ -117,7 +117,7 @@ def mixtral() -> nn.Module:
 
 
 def falcon() -> nn.Module:
-    """Its FalconLinear has a forward of its own."""
+    """Its FalconLinear overrides forward."""
     sizes = {"vocab_size": 120, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
 
@@ -358,7 +358,7 @@ def test_a_model_that_is_dequantised_is_saved_as_floats(build: Callable[[], nn.M
 
 
 def test_a_quantised_falcon_is_loaded_again(tmp_path: Any) -> None:
-    """Not as compressed-tensors, whose loader knows layers by the name of nn.Linear."""
+    """Not as compressed-tensors: its loader matches layers by the class name Linear."""
     model = make(falcon, "cpu")
     model.save_pretrained(tmp_path / "float")
     expected = type(model).from_pretrained(tmp_path / "float").eval()

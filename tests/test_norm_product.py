@@ -42,7 +42,7 @@ def call(
 
 
 def check(y: Tensor, h: Tensor, norm: Tensor | None, weight: Weight, bias: Tensor | None, gated: bool) -> None:
-    """y is the product of rms_norm(h), which may be rounded to the dtype of h before."""
+    """Check that y is the GEMM of rms_norm(h), which may first be rounded to the dtype of h."""
     seen = rms_norm(h, norm, EPS)
     eps = torch.finfo(h.dtype).eps
     # Roundings of x are spread evenly in half an eps: 1.5 eps is five times the deviation of their sum.
@@ -78,7 +78,7 @@ def test_values(shape: tuple[int, int, int, int], x_dtype: torch.dtype, option: 
 
 @pytest.mark.parametrize("gated", (False, True))
 def test_far_from_one(gated: bool, device: str) -> None:
-    """Rows whose squares, or whose products with the norm's weight, leave what a kernel sums in; and a row of zeros."""
+    """Rows with squares, or products with the norm's weight, outside the accumulator's range; and a row of zeros."""
     weight = INT4.make_weight(64, 256, Int4Format(64), device)
     x = randn(5, 256, dtype=torch.bfloat16, device=device)
     x = x * torch.tensor([1e-18, 1.0, 0.0, 1e15, 1e30], device=device, dtype=x.dtype)[:, None]

@@ -66,7 +66,7 @@ def test_silu_mul(shape: tuple[int, int], x_dtype: torch.dtype, device: str) -> 
 
 
 def test_far_from_one(device: str) -> None:
-    """Rows whose squares leave float32, up and down, and gates whose exponential does."""
+    """Rows with squares outside float32's range, and gates with such exponentials."""
     x = randn(5, 300, dtype=torch.float32, device=device)
     x = x * torch.tensor([1e-30, 1e-22, 1.0, 1e22, 1e30], device=device)[:, None]
     for residual in (None, x):
@@ -79,7 +79,7 @@ def test_far_from_one(device: str) -> None:
 
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 def test_nonfinite_rows(x_dtype: torch.dtype, device: str) -> None:
-    """NaN and infinity do what they do in float64, in their row alone."""
+    """NaN and infinity behave as in float64, and only in their row."""
     x = randn(5, 100, dtype=x_dtype, device=device)
     x[1, 5], x[2, 7], x[3] = float("nan"), float("inf"), 0
     y, h = OPS.add_rms_norm(x, None, None, 1e-6)

@@ -1,8 +1,7 @@
-"""x whose values are far apart, and K so large that integer sums leave 32 bits.
+"""Outliers in x, and integer sums beyond 32 bits due to large K.
 
-`accuracy.row_scale` is the size of all that is summed, an outlier of x included, so it hides what the outlier does to
-the values beside it. Here W is 0 in the outliers' columns: y, and the scale by which its error is measured, know only
-the rest of x.
+`accuracy.row_scale` includes outliers of x, so it hides their effect on the other values. Here W is 0 in the outliers'
+columns: y and the scale of its error depend only on the rest of x.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ def some_columns(k: int, count: int) -> Tensor:
 
 
 def of_bytes(x: Tensor, scale: Tensor) -> Tensor:
-    """[M, N]: what Hopper's kernels for few tokens may lose of int4 beside outliers; 0 elsewhere. scale [N]: largest.
+    """[M, N]: possible int4 error of Hopper's decode kernels next to outliers; 0 elsewhere. scale [N]: largest.
 
-    They sum x times bytes of W as subnormal numbers and take zero points off afterwards. The tensor cores add products
-    of eight columns, 16 times in a K-step, and cut each 24 bits below the largest exponent, which for a subnormal is
-    that of the smallest normal number: 2^7 or 2^8 steps in bfloat16, 2^10 in float16. A scale is 16 such steps; a cut
-    loses half a unit in the mean.
+    They sum x times bytes of W as subnormal numbers and subtract zero points afterwards. The tensor cores add products
+    of eight columns, 16 times per K-step, and truncate each 24 bits below the largest exponent, which for a subnormal
+    is that of the smallest normal number: 2^7 or 2^8 steps in bfloat16, 2^10 in float16. A scale is 16 such steps; a
+    truncation loses half a unit on average.
     docs/kernels/lessons.md (decode kernels) has the cost of the alternative.
     """
     hopper = x.is_cuda and torch.cuda.get_device_capability() == (9, 0)
@@ -101,7 +100,7 @@ def test_beside_outliers(scheme: Scheme, count: int, m: int, x_dtype: torch.dtyp
         parts = with_columns_of_zero(scheme.parts(37, K, fmt, device), columns)
         weight = scheme.pack(parts, fmt.activation)
         x = randn(m, K, dtype=x_dtype, device=device)
-        x[:, columns] = 30000 if fmt.activation == FLOAT else 100  # 100: what a quantized x has steps for
+        x[:, columns] = 30000 if fmt.activation == FLOAT else 100  # 100 stays within the steps of quantized x
         check_beside(scheme, weight, x, columns, parts.scales.amax(1) if scheme is INT4 else None)
 
 
@@ -110,7 +109,7 @@ def test_beside_outliers(scheme: Scheme, count: int, m: int, x_dtype: torch.dtyp
 @every_m
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
 def test_beside_outliers_of_every_size(group_size: int, m: int, x_dtype: torch.dtype, device: str) -> None:
-    """A few times, and 2^14 times, what stands beside them."""
+    """Outliers a few times and 2^14 times the size of the other values."""
     columns = some_columns(K, 20).to(device)
     fmt = Int4Format(group_size, "integer", torch.bfloat16)
     parts = with_columns_of_zero(INT4.parts(37, K, fmt, device), columns)
@@ -141,7 +140,7 @@ def test_ladder(m: int, x_dtype: torch.dtype, device: str) -> None:
 
 
 def by_terms(error: Tensor, x: Tensor, dense: Tensor) -> Tensor:
-    """error [M, N] / (|x| · |W|ᵀ): each element by the size of its own terms."""
+    """error [M, N] / (|x| · |W|ᵀ): each element relative to the size of its terms."""
     return (error / (x.double().abs() @ dense.abs().T)).nan_to_num(nan=0.0)
 
 
@@ -214,10 +213,11 @@ def test_one_of_500_beside_halves(device: str) -> None:
 def test_fp8_int4_is_as_good_beside_outliers(
     zeros: str, group_size: int, m: int, x_dtype: torch.dtype, device: str
 ) -> None:
-    """As without them, element by element: e4m3 holds small numbers beside large ones, and what it holds arrives.
+    """As accurate element by element as without outliers: e4m3 holds small numbers next to large ones.
 
-    Or as good as sums of e4m3 products are on Hopper: an addend loses up to 2^-13 of the largest. Up to 16 tokens codes
-    there are not centred; what float32 sums lose of an outlier's products stays below that."""
+    Otherwise as accurate as e4m3 sums on Hopper: an addend loses up to 2^-13 of the largest. Up to 16 tokens, codes
+    there are not centered; the float32 error due to an outlier's products stays below that.
+    """
     columns = some_columns(1024, 6).to(device)
     fmt = Int4Format(group_size, zeros, torch.float32, FP8)
     weight = FP8_INT4.pack(with_columns_of_zero(FP8_INT4.parts(128, 1024, fmt, device), columns), FP8)
@@ -295,10 +295,10 @@ def test_threads_with_outliers(x_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
 @pytest.mark.parametrize("m", [1, 3, 17])
 def test_asymmetric_x_with_an_outlier(m: int, group_size: int, zeros: str) -> None:
-    """All of x lies near one end of its range: sums of q * x are a thousand times what is left in the end.
+    """All of x lies near one end of its range: sums of q * x are a thousand times the result.
 
-    W has no mean. A float32 sum of sections is off by 2^-24 of its running value an addition, and these errors add up
-    like sqrt(sections); lanes run apart, with values of their own, for which the bound has a factor of 4.
+    W has no mean. A float32 sum of sections is off by 2^-24 of its running value per addition, and these errors grow
+    like sqrt(sections). Lanes accumulate separately, for which the bound has a factor of 4.
     """
     n, k = 16, 16384
     size = k if group_size == -1 else group_size
@@ -349,10 +349,10 @@ WHOLE_WEIGHTS = [("int8", None), *((form, g) for form in ("none", "integer", "ro
 @pytest.mark.parametrize("form, group_size", WHOLE_WEIGHTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 17, 70, 300])
 def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, form: str, group_size: int | None) -> None:
-    """All of x lies near one end of its range, and so sums of its bytes are thousands of times what is left in the end.
+    """All of x lies near one end of its range, so sums of its bytes are thousands of times the result.
 
-    As good as plain float32 sums of the same operands, or as three roundings: of a section, of their sum and of y. W is
-    0 beside the outlier, but for zero points outside of 0 to 15.
+    As accurate as plain float32 sums of the same operands, or as three roundings: of a section, of their sum and of y.
+    W is 0 outside the outlier's column, except for zero points outside of 0 to 15.
     """
     scheme = INT8_INT8 if group_size is None else INT8_INT4
     n, k = 21, 4096 + 48
@@ -393,7 +393,7 @@ def check_beside_zero_point(scheme: Scheme, parts: Parts, m: int, draw: torch.Ge
 @pytest.mark.parametrize("activation", [INT8, INT8_ASYMMETRIC], ids=str)
 @pytest.mark.parametrize("group_size", [None, 128, -1], ids=str)
 def test_integer_sums_beyond_32_bits(group_size: int | None, activation: Activation, m: int, device: str) -> None:
-    """K above 65536; all products of one sign and as large as they can be, then random ones."""
+    """K above 65536; all products of one sign and maximal, then random ones."""
     n, k = 3, 2 * 65536 + 1024 + 37
     scheme = INT8_INT4 if group_size is not None else INT8_INT8
     for largest in (True, False):

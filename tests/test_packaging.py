@@ -399,7 +399,7 @@ build.build_extensions()
 
 @pytest.mark.parametrize(("choice", "shown"), [("AUTO", True), ("OFF", False)])
 def test_a_build_without_nvcc_says_so(source_copy: Path, choice: str, shown: bool) -> None:
-    """All of setup.py's build but the compiler and the copy of what it makes."""
+    """All of setup.py's build except the compiler and the copy of its output."""
     environment = {**os.environ, **hidden_nvcc(), "QAO_CUDA": choice}
     command = [sys.executable, "-c", NOTICE]
     result = subprocess.run(command, cwd=source_copy, env=environment, capture_output=True, text=True)
@@ -454,7 +454,7 @@ def test_without_pybind_the_wheel_fits_every_python_3(source_copy: Path, tmp_pat
 
 @pytest.mark.packaging
 def test_make_wheel_makes_one_for_other_machines(source_copy: Path, tmp_path: Path) -> None:
-    """Its tag is that of the symbols it needs; it bundles no library, and carries the licences of what is inside."""
+    """Its tag matches its symbols; it bundles no library, and includes the licenses of its contents."""
     pytest.importorskip("auditwheel")
     command = ["make", "wheel", "VENV=", f"PYTHON={sys.executable}"]
     result = subprocess.run(

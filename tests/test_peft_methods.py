@@ -1,4 +1,4 @@
-"""Every method of PEFT on quantized layers: what it gives on a float model of the same weights, or a clear refusal."""
+"""Every PEFT method on quantized layers: the results of an equal float model, or a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantize_ and its report: what stays shared, what is left and said, what is refused."""
+"""quantize_ and its report: sharing, excluded layers, and errors."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_shared_modules_stay_one_module() -> None:
 
 
 class HoldsALayerTwice(nn.Module):
-    """As the heads of MaskFormer do: what they call is no child, but an item of a plain list."""
+    """As in MaskFormer's heads: the called module is not a child, but an item of a plain list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class Eva(nn.Module):
 
 
 class Swin(nn.Module):
-    """That of Swin V2 in torchvision, whose bias of k is zero, and a weight that is transposed before it is used."""
+    """Attention of Swin V2 in torchvision: the bias of k is zero, and a weight is transposed before use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def test_modules_that_read_a_weight_read_the_dequantised_one(
     assert quantized(model)
     plain = qao.dequantize_(copy.deepcopy(model))
     x = torch.randn(3, 64, device=device, dtype=dtype)
-    assert torch.equal(model(x), plain(x))  # the same products of the same numbers
+    assert torch.equal(model(x), plain(x))  # identical computations
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -385,7 +385,7 @@ def test_the_first_parameter_of_a_layer_is_no_integer(scheme: qao.Scheme, bias: 
 @pytest.mark.parametrize("kind", [Eva, Swin])
 @pytest.mark.parametrize("scheme", [SCHEME, qao.Int8DynamicActivationInt8Weight(), qao.Float8WeightOnly()], ids=str)
 def test_they_are_traced_by_fx(scheme: qao.Scheme, kind: type[nn.Module], device: str) -> None:
-    """As torchvision's feature extractor does, whose output is that of a node in between."""
+    """As in torchvision's feature extractor, which outputs an intermediate node."""
     model = kind().to(device)
     quantize_(model, scheme)
     graph = torch.fx.symbolic_trace(model)
@@ -595,7 +595,7 @@ def test_progress_is_silent_when_it_is_quick_or_unwanted(capfd: pytest.CaptureFi
 
 
 def test_values_tell_of_queries_and_keys(device: str) -> None:
-    """What a layer of values finds out about the columns that queries read as well."""
+    """Importance inferred from a value layer also applies to columns that queries read."""
     attention = torch.nn.Module()
     generator = torch.Generator().manual_seed(0)
     for name, k in (("q_proj", 64), ("k_proj", 32), ("v_proj", 64)):

@@ -102,7 +102,7 @@ def test_every_quotient(dtype: torch.dtype, exponents: range, device: str) -> No
 @pytest.mark.parametrize("scale", [2.0**-130, 2.0**-120, 2.0**-90, 2.0**60])
 @pytest.mark.parametrize("group", [32, 128, 256])
 def test_scales_of_every_size(scale: float, group: int, device: str) -> None:
-    """Also where remainders of quotients are subnormal, and beside groups of ordinary size."""
+    """Also with subnormal remainders of quotients, and next to groups of ordinary size."""
     for dtype in (torch.float32, torch.bfloat16):
         weight = random_weight(37, 512, torch.float32)
         weight[::3] *= scale / 0.02
@@ -137,7 +137,7 @@ def test_fp4(n: int, k: int, size: int, dtype: torch.dtype, device: str) -> None
 
 
 def even_errors() -> Tensor:
-    """Groups of MXFP4 whose errors under both scales differ by roundings alone, so that the order of sums tells."""
+    """MXFP4 groups with errors under both scales that differ only by rounding, so that the order of sums matters."""
     groups = torch.rand(60000, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 7
     groups[:, 0], groups[:, 31] = 7.2, 0
     first, second = ((values_of(codes_of((groups / step).float())) * step - groups) for step in (1, 2))

@@ -284,7 +284,7 @@ def test_silu_mul(shape: tuple[int, int], x_dtype: torch.dtype, dtype: torch.dty
 
 
 def test_rms_norm_far_from_one(device: str) -> None:
-    """Rows whose squares leave float32, up and down."""
+    """Rows with squares outside float32's range, at both ends."""
     x = randn(5, 300, dtype=torch.float32, device=device)
     x = x * torch.tensor([1e-30, 1e-22, 1.0, 1e22, 1e30], device=device)[:, None]
     check_producer(OPS.rms_norm_quantize(x, None, 0.0, torch.int8), rms_norm(x, None, 0.0))

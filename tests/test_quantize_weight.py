@@ -132,7 +132,7 @@ def test_the_search_takes_the_first_best_factor(n: int, k: int, codes: Any, symm
         error = norm = torch.zeros(n, dtype=torch.float64)
         for group, part in zip(groups, weight.float().split(size, 1), strict=True):
             error, norm = error + group[3], norm + sum_of_lanes(part * part)
-        # Sums of float64, whose order is another on a GPU.
+        # float64 sums in another order on a GPU.
         exact = [sum(error.tolist()), sum(norm.tolist())]
         assert squares.tolist() == (exact if device == "cpu" else pytest.approx(exact, rel=n * k * 2.0**-53))
 
@@ -193,7 +193,7 @@ def test_fp4_has_the_bits_of_torch(n: int, k: int, group_size: int) -> None:
 
 @pytest.mark.parametrize("group_size", [32, 16], ids=["mxfp4", "nvfp4"])
 def test_fp4_takes_the_better_of_its_scales(group_size: int, device: str) -> None:
-    """Against both in float64, whose codes are found by distance alone."""
+    """Compared with both in float64, with codes found by distance."""
     weight = random_weight(37, 320).to(device)
     result = quantizer_fp4.quantize_fp4(weight, "mxfp4" if group_size == 32 else "nvfp4")
     groups = weight.cpu().double().unflatten(1, (-1, group_size))
@@ -214,7 +214,7 @@ def test_fp4_takes_the_better_of_its_scales(group_size: int, device: str) -> Non
         errors.append(distances.amin(-1).sum(-1))
     found = reference.dequantize_fp4(result.q, result.scales, result.zeros, group_size).cpu() - weight.cpu().double()
     error = found.square().unflatten(1, (-1, group_size)).sum(-1)
-    # Differences of float32 values, whose roundings are 2^-24 of the value.
+    # Differences of float32 values, each rounded to 2^-24 of the value.
     torch.testing.assert_close(error, torch.minimum(*errors), rtol=1e-5, atol=0)
     assert (errors[0] < errors[1]).any() and (errors[1] < errors[0]).any()
 

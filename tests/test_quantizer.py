@@ -1,4 +1,4 @@
-"""The quantizer against the float64 reference: what it promises of q, scales, zero points and the error it reports."""
+"""The quantizer against the float64 reference: q, scales, zero points and the reported error."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_columns_of_an_embedding_or_head_count_alike(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("k", [96, SERIAL_VALUES + 64])
 def test_strides_of_a_weight_change_no_bit(k: int, dtype: torch.dtype, device: str) -> None:
-    """torch reduces a transposed or sliced tensor in another order than one whose rows lie one after the other."""
+    """torch reduces a transposed or sliced tensor in another order than a contiguous one."""
     weight = random_weight(80, k, device, dtype)
     others = (weight.t().contiguous().t(), torch.stack((weight, weight), 2)[:, :, 1])
     for other in others:
@@ -195,7 +195,7 @@ def test_importance_that_is_none(wrong: Tensor, device: str) -> None:
 
 @pytest.mark.parametrize("group_size, k", [(32, 96), (128, 256), (-1, 80)])
 def test_a_grid_comes_back_exactly(group_size: int, k: int, device: str) -> None:
-    """Sixteen steps from lowest to highest whose zero point is no whole number, as files of four bits hold them."""
+    """Sixteen steps from lowest to highest with a float zero point, as in 4-bit files."""
     size = k if group_size == -1 else group_size
     generator = torch.Generator().manual_seed(k)
     codes = torch.randint(0, 16, (24, k // size, size), generator=generator)

@@ -1,4 +1,4 @@
-"""Least squares for scales and zero points of int4 weights: what they promise, and bit by bit what they compute."""
+"""Least squares for scales and zero points of int4 weights: guarantees, and bit-exact results."""
 
 from __future__ import annotations
 

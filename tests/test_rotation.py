@@ -1,4 +1,4 @@
-"""A Hadamard rotation in front of int8 activations: operators, layers, and what is made of them."""
+"""A Hadamard rotation in front of int8 activations: operators, layers, saving and serving."""
 
 from __future__ import annotations
 
@@ -427,7 +427,7 @@ def test_a_served_layer_keeps_it() -> None:
     with pytest.raises(ValueError, match="can be cut into between 64 columns"):
         Made(layer.scheme, "down", Served({}, "an engine"))._check_cuts([48], 96, cut_rows=False, cut_columns=True)
     served: Any = Made(layer.scheme, "down", Served({}, "an engine"))
-    served.parts, served.k, served.full_k = [48], 192, 384  # so that sums are those of its own columns
+    served.parts, served.k, served.full_k = [48], 192, 384  # so that sums cover only its columns
     served.rest = layer.scheme.constants(48, 192)
     holder: Any = nn.Module()
     for name, tensor in layer.packed.tensors().items():

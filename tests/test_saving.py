@@ -1,4 +1,4 @@
-"""A model that was quantized and saved is what it was when it is loaded, and never anything else without a word."""
+"""Saving and loading quantized models: the same model again, or an error."""
 
 from __future__ import annotations
 

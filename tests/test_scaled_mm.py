@@ -1,4 +1,4 @@
-"""int8_scaled_mm and fp8_scaled_mm: products of an activation that the caller quantized."""
+"""int8_scaled_mm and fp8_scaled_mm: GEMM with activations quantized by the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config classes: what they refuse, weights that others quantized, and the kernel that each has."""
+"""The config classes: rejected options, third-party quantized weights, and the kernel of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One layer quantized at a time: divergences beside float64, and a model that ends as it was."""
+"""Quantizing one layer at a time: divergences against float64, and a model that is restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config says of a model's layers, as serving engines ask it; without an engine."""
+"""The config of a model's layers in the form that serving engines request; without an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_layers_that_nobody_asked_about() -> None:
 
 @pytest.mark.parametrize("blocks", [(0,), (1,)])
 def test_blocks_of_other_processes(blocks: tuple[int, ...]) -> None:
-    """With pipeline parallelism, whose last process has the head."""
+    """With pipeline parallelism, where the last process has the head."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         asked(*blocks).tell_unasked()

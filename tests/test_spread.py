@@ -1,6 +1,6 @@
-"""A search over kinds of rows of x whose values differ in size, beside W that sees all or only the smaller of them.
+"""Search over x rows with values of widely different sizes, with W reading all or only the smaller ones.
 
-Each y is measured by the size of its own terms, |x| · |W|ᵀ, and may be off by twice as much as plain torch's.
+Each y is measured relative to its terms, |x| · |W|ᵀ, with a tolerance of twice plain torch's error.
 """
 
 from __future__ import annotations

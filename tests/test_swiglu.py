@@ -27,7 +27,7 @@ def rounded(gate: tuple[float, float, float, bool]) -> tuple[float, float, float
 
 
 def lost(x: Tensor, gate: tuple[float, float, float, bool]) -> Tensor:
-    """What float32 may lose of swiglu [..., K]: alpha g is rounded, and so is u + shift; five roundings besides."""
+    """float32 error of swiglu [..., K]: alpha g is rounded, and so is u + shift; five further roundings."""
     alpha, limit, shift, interleaved = rounded(gate)
     g, u = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     g, u = g.double().clamp(max=limit), u.double().clamp(-limit, limit)

@@ -145,7 +145,7 @@ def test_shared_tiles_have_the_same_bits(scheme: Scheme) -> None:
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_split_rows_have_the_same_bits(scheme: Scheme, x_dtype: torch.dtype) -> None:
-    """Beside a small weight threads share many rows: as many parts as threads, more, and fewer."""
+    """With a small weight, threads split many rows: as many parts as threads, more, and fewer."""
     weight = scheme.make_weight(50, 130, scheme.few_formats[0])
     before = torch.get_num_threads()
     try:

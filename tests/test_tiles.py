@@ -1,4 +1,4 @@
-"""Sizes that packed weights of four bits tell, so that products need not be told."""
+"""Sizes inferred from packed 4-bit weights, so that calls can omit them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training through frozen quantized layers: gradcheck, torch.compile, compiled autograd, checkpointing, adapters."""
+"""Training through frozen quantized layers: gradcheck, torch.compile, checkpointing, adapters."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_way_to_the_gradient_is_the_same(name: str, device: str) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and a trained correction of low rank beside it."""
+    """A frozen layer plus a trained low-rank correction."""
 
     def __init__(self, layer: qao.QuantLinear, rank: int) -> None:
         super().__init__()

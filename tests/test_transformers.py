@@ -230,7 +230,7 @@ def test_models_made_in_the_dtype_of_their_configuration(tmp_path: Path) -> None
     "scheme", [qao.Int8WeightOnly(), qao.Int8DynamicActivationInt8Weight(symmetric_activations=False)], ids=str
 )
 def test_linear_layers_of_one_weight(scheme: qao.Scheme, tmp_path: Path) -> None:
-    """NeoMME ties a linear layer to another: what they share is written once and shared again."""
+    """NeoMME ties two linear layers: their weight is written once and shared after loading."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 160, "embedding_rank": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -253,7 +253,7 @@ def test_linear_layers_of_one_weight(scheme: qao.Scheme, tmp_path: Path) -> None
 
 
 def test_a_configuration_of_several_texts(tmp_path: Path) -> None:
-    """MusicGen has a text encoder beside a decoder: transformers knows no one configuration of its text."""
+    """MusicGen has a text encoder and a decoder: transformers finds no single text configuration."""
     torch.manual_seed(0)
     text = transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2)
     audio = transformers.EncodecConfig(
@@ -269,7 +269,7 @@ def test_a_configuration_of_several_texts(tmp_path: Path) -> None:
 
 
 def test_ties_that_a_model_computes() -> None:
-    """DEIMv2 has its ``_tied_weights_keys`` as a property, which nobody can set."""
+    """DEIMv2 defines ``_tied_weights_keys`` as a read-only property."""
 
     class Detector(torch.nn.Sequential):
         @property
@@ -337,7 +337,7 @@ def test_what_is_no_config(change: dict[str, Any], message: str) -> None:
 
 
 def rewritten(source: Path, target: Path, change: Any) -> Path:
-    """A copy of a checkpoint whose tensors went through ``change``."""
+    """A copy of a checkpoint with ``change`` applied to its tensors."""
     from safetensors.torch import load_file, save_file
 
     target.mkdir()
@@ -487,7 +487,7 @@ def test_whichever_is_imported_first(code: str, native: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A model of 200 MB: host memory of its own (files are mapped) holds the result and two layers at most."""
+    """A model of 200 MB: private host memory (files are mapped) holds at most the result and two layers."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=6, num_attention_heads=8)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -115,7 +115,7 @@ def test_a_layer_multiplies_with_the_weight_it_has(group_size: int, m: int, devi
         assert ((layer(x) - plain).double().abs() <= 2.0**-20 * size).all()
 
 
-# The last two are those of tiles whose K is split on Hopper, and of the second half of 256 tokens.
+# The last two cover split-K tiles on Hopper, and the second half of 256 tokens.
 @pytest.mark.parametrize("m, n, k", [(m, 200, 416) for m in (1, 7, 40, 128, 300)] + [(33, 1, 4128), (300, 17, 4128)])
 @pytest.mark.parametrize("group_size", GROUPS)
 def test_a_layer_of_e4m3_multiplies_with_the_weight_it_has(
@@ -137,7 +137,7 @@ def test_a_layer_of_e4m3_multiplies_with_the_weight_it_has(
 @pytest.mark.parametrize("group_size", [-1, 32, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_fast_accumulation_is_near(dtype: torch.dtype, group_size: int, m: int, n: int, k: int, device: str) -> None:
-    """The tensor cores' short accumulator keeps 13 bits, 32 columns to an instruction; the operator is told."""
+    """The tensor cores' short accumulator keeps 13 bits, over 32 columns per instruction; enabled by an argument."""
     scheme = scheme_of(FP8, group_size, fast_accum=True)
     layer = qao.QuantLinear.from_linear(nn.Linear(k, n, device=device, dtype=dtype), scheme)
     assert layer._constants[5] is True and "fast accumulation" in repr(layer)

@@ -44,7 +44,7 @@ def same(got: nn.Module, expected: nn.Module) -> None:
 
 
 class Attention(nn.Module):
-    """With names by which one weight tells of the inputs of others, and a norm."""
+    """Layer names by which one weight's importance is inferred from another, and a norm."""
 
     def __init__(self, seed: int, tied: bool = True) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from pathlib import Path
 from qao.integrations.vllm import PARTS
 from serving_support import run_cases, run_starts
 
-# What is imported first of vLLM: by users, by its own processes, and what imports the modules that qao changes.
+# First vLLM module to be imported: by users, by its own processes, and importers of modules that qao patches.
 _LAYERS = "vllm.model_executor.layers"
 FIRST = [
     *("vllm.config", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.worker_base", *PARTS),

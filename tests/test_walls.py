@@ -70,7 +70,7 @@ def test_no_torch_and_no_python_behind_the_wall(path: Path) -> None:
 
 
 def cpu_folders(architecture: str) -> dict[str, tuple[str, ...]]:
-    """By folder of CPU kernels: itself, and those whose instruction sets are part of its own (cpu/features.h)."""
+    """Each folder of CPU kernels with the folders of included instruction sets (cpu/features.h)."""
     sets = dict(re.findall(r"constexpr Features k(\w+) =([^;]+);", (CSRC / "cpu" / "features.h").read_text()))
 
     def parts(name: str) -> tuple[str, ...]:

@@ -177,7 +177,7 @@ def test_copies_of_weight_have_the_right_numbers() -> None:
         assert type(copied) is Tensor and torch.equal(copied, expected)
     made = nn.Parameter(layer.weight.clone())
     with torch.no_grad():
-        made.zero_()  # memory of its own
+        made.zero_()  # separate memory
     assert torch.equal(layer.weight + 0, expected)
     assert f"{layer.weight[1, 2]:.3f}" == f"{expected[1, 2]:.3f}"
     assert repr(layer.weight[0]) == repr(expected[0])

@@ -19,7 +19,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def problem(requirement: str) -> str | None:
-    """What is wrong with this environment for `requirement` ("name" or "name>=version"), or None."""
+    """Why this environment lacks `requirement` ("name" or "name>=version"), or None."""
     name, _, lowest = requirement.partition(">=")
     if name in PROGRAMS and (shutil.which(name) or Path(sys.executable).with_name(name).exists()):
         return None

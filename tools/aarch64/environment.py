@@ -72,7 +72,7 @@ def unpack_wheels(*requirements: str) -> None:
 
 
 def unpack_debian() -> None:
-    """By apt, from this machine's sources, but with lists of its own: its packages stay as they are."""
+    """Use apt with this machine's sources but separate lists, so that its packages stay unchanged."""
     apt = HOME / "apt"
     for folder in ("lists/partial", "archives/partial"):
         (apt / folder).mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def needed(library: Path) -> set[str]:
 
 
 def replace_cuda() -> None:
-    """Libraries of the names that torch's wheel needs and that nobody has, and one with all their functions."""
+    """Empty libraries under the names that torch's wheel needs, and one with all their functions."""
     folder = SITE / "torch" / "lib"
     functions_of_all = "libno_cuda.so"
     for path in folder.glob("*.so*"):  # of a run before
@@ -131,7 +131,7 @@ def replace_cuda() -> None:
 
 
 def write_cpu() -> None:
-    """What Linux tells of the CPU: the emulator shows files below its -L folder in place of this machine's."""
+    """Linux's CPU information: the emulator shows files below its -L folder in place of this machine's."""
     features = "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm asimddp i8mm bf16"
     text = f"Features\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\n"
     text += "CPU part\t: 0xd49\nCPU revision\t: 0\n"

@@ -1,9 +1,9 @@
-"""Runs tests for aarch64 under the emulator, with the wheel in dist/: tools/aarch64/test.py [pytest's arguments].
+"""Runs aarch64 tests under the emulator with the wheel in dist/: tools/aarch64/test.py [pytest's arguments].
 
-Adds qao._host, which the wheel leaves out so as to fit every Python 3. By default the share of the suite that sees CPU
-kernels, against float64: what is marked every_isa, with each level of QAO_CPU_ISA forced, and what is about operators
-alone, with the highest one. As many levels at a time as there are CPUs. torch.compile is left out, since its compiler
-would be this machine's.
+Adds qao._host, which the wheel omits so as to fit every Python 3. By default it runs the tests that depend on CPU
+kernels, against float64: those marked every_isa at each forced level of QAO_CPU_ISA, and those of operators alone at
+the highest. It runs as many levels in parallel as there are CPUs. torch.compile is excluded, since its compiler would
+be this machine's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AARCH64 = 183  # e_machine of an ELF file
 
 
 def unpack_wheel(package: Path) -> None:
-    """The newest wheel; its name must say what is inside."""
+    """The newest wheel; its name must match its contents."""
     wheels = sorted((ROOT / "dist").glob("qao-*_aarch64.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
         sys.exit("There is no wheel for aarch64 in dist/. Build it: make wheel ARCH=aarch64")
