@@ -1,4 +1,4 @@
-"""Tables of docs/kernels/: measurements of each GPU kernel family over the cells that plan() assigns to it."""
+"""Tables of docs/kernels/: measurements of each GPU kernel family over the cells it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slowdown by another process that keeps one core busy: quantizing a layer, and its GEMM against ``F.linear``.
+"""Slowdown by another process that keeps one core busy: quantizing a layer, and its GEMM.
 
 As many threads as available cores. Contenders alternate, first alone, then next to the busy process. Times are means:
 next to it a call takes its normal time or some extra slices of 4 ms, and a median shows only one of these.

@@ -1,4 +1,4 @@
-"""Tables of docs/choosing.md: size and accuracy of each scheme, speed by tokens per call and in a decoder."""
+"""Tables of docs/choosing.md: size and accuracy of each scheme, speed by tokens and in a decoder."""
 
 from __future__ import annotations
 

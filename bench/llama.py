@@ -1,4 +1,4 @@
-"""Whole decoders under every scheme: tokens per second of decoding and of a prompt, eager and compiled.
+"""Whole decoders under every scheme: tokens per second of decoding and prefill, eager and compiled.
 
 ``python -m bench llama``. Compiled means: every block, the embedding and the head compiled by torch.compile, and on a
 GPU the whole pass replayed as one CUDA graph.

@@ -1,4 +1,4 @@
-"""Accuracy of GEMM kernels compared with the error of their schemes, with and without outlier channels in x.
+"""Accuracy of GEMM kernels and of their schemes, with and without outlier channels in x.
 
 In language models, some channels of a layer's x are much larger, and the matching columns of W are small, so that y is
 balanced. The kernel's error is measured in float64 against its own operands: dequantized W and quantized x. The

@@ -1,4 +1,4 @@
-"""Gain of a Hadamard rotation of activations: nats per token above float32, with and without calibration.
+"""Gain of a Hadamard rotation of activations in nats per token, with and without calibration.
 
 W x is (W Rᵀ) (R x) for an orthogonal R, here a Hadamard matrix per block of K: outlier columns are spread over their
 block. The model is SmolLM2 as in bench/calibrate.py. int8_int8 has its own option, up to blocks of 256; for other

@@ -1,4 +1,4 @@
-"""Markdown between markers in the documents, so that no number and no fact about a kernel is ever typed by hand.
+"""Generated Markdown between markers in the documents: measured numbers and facts about kernels.
 
 <!-- bench:int4:h200 --> … <!-- /bench -->      every cell of bench/results/h200/int4.csv
 <!-- bench:summary:h200 --> … <!-- /bench -->   one layer under every scheme

@@ -1,4 +1,4 @@
-"""Timing methods. CPU: contenders alternate in rounds. GPU: alternating CUDA graph replays. Medians of both.
+"""Timing methods: medians of alternating calls on a CPU, of alternating CUDA graph replays on a GPU.
 
 Benchmarks use random data and rotate over copies of the weight, so that the next copy is not cached.
 """

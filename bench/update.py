@@ -1,4 +1,4 @@
-"""In-place update of quantized layers from float weights: GB/s of ``load_float_``, ``update_`` and a copy.
+"""In-place update of quantized layers: GB/s of ``load_float_``, ``update_`` and a copy.
 
 Bytes are those of the bfloat16 weight, read once, and of the packed one, written once, regardless of actual traffic; a
 copy reads and writes as many as the weight has. Clipping is not searched. "kernel" is ``quantize_weight_`` alone, in a

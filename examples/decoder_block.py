@@ -1,4 +1,4 @@
-"""Llama-style decoder block on qao: four GEMMs instead of seven, with fused quantization of their inputs.
+"""Llama-style decoder block on qao: four GEMMs instead of seven, with fused input quantization.
 
 It computes the same as transformers' decoder layer, from which it is built:
 

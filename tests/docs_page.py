@@ -1,4 +1,4 @@
-"""Runs a page of documentation like a reader: ``python docs_page.py PAGE [--real]``, in an empty folder.
+"""Runs a documentation page like a reader: ``python docs_page.py PAGE [--real]``, in an empty folder.
 
 Blocks run in the page's order: Python in one namespace, shell commands in bash in a terminal, with simulated input at
 prompts. Names on the Hugging Face hub resolve to small stand-ins (docs_models.HUB), or with --real to SmolLM2 itself. A

@@ -1,4 +1,4 @@
-"""Models that are saved in every way, and the processes that load them: one with qao, one that cannot import it.
+"""Models saved in every way, and the processes that load them, with or without qao.
 
 ``python saving_support.py load DIR`` and ``... refuse DIR`` print what came of each case as JSON.
 """

@@ -1,4 +1,4 @@
-"""The operator library uses the LibTorch stable ABI of torch 2.11 and nothing else, so that one build fits all."""
+"""The operator library uses only the LibTorch stable ABI of torch 2.11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of other packages try first: functions in either order, operators as functions, the way back to floats."""
+"""Habits from other packages: argument orders, operators as functions, the way back to float."""
 
 from __future__ import annotations
 

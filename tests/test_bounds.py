@@ -1,4 +1,4 @@
-"""Operands next to inaccessible pages: a CPU kernel that reads out of bounds crashes deterministically."""
+"""Operands next to inaccessible pages, where out-of-bounds reads of CPU kernels crash."""
 
 from __future__ import annotations
 

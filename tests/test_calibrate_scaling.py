@@ -1,4 +1,4 @@
-"""Scaling folded into norms and linear layers: the model computes the same, on structures of real models."""
+"""Scaling folded into norms and linear layers: the same function, on structures of real models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MXFP4 and NVFP4 of compressed-tensors: files that its own package wrote are read to the bits it reads itself."""
+"""MXFP4 and NVFP4 files written by compressed-tensors: read bit for bit as by that package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ files, made here value by value from the description of the formats, are read bit for bit."""
+"""GPTQ and AWQ files, built value by value from the format descriptions and read bit for bit."""
 
 from __future__ import annotations
 

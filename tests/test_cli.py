@@ -1,4 +1,4 @@
-"""The command line, in process: files as the library makes them, exit codes, and nothing left behind by what fails."""
+"""The command line in process: files equal to those of the library, exit codes, cleanup after errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile over whole models with layers of every scheme in them: one graph, no break, eager's result.
+"""torch.compile over whole models with every scheme: one graph, no break, eager's result.
 
 Two styles that nothing else here has: a decoder with a static KV cache written at a position held in a tensor, as fast
 generation is written in plain torch, and a diffusion transformer between channels_last convolutions.

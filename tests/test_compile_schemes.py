@@ -1,4 +1,4 @@
-"""torch.compile over layers of every scheme: one graph, no break, no more compilations than a plain linear layer needs.
+"""torch.compile over layers of every scheme: one graph, no break, no extra compilations.
 
 All schemes stand side by side in one model, so that a mode or dtype costs one compilation. Counted with
 ``torch._dynamo.utils.counters``. A compilation that hangs ends the run with a traceback.

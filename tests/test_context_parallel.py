@@ -1,4 +1,4 @@
-"""Context parallelism between processes, and of 32 ranks on a fake process group; all under a watchdog."""
+"""Context parallelism between processes, and of 32 ranks on a fake process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same call with the same number of threads gives the same bits: run after run, and whatever ran before."""
+"""Determinism: the same call with the same number of threads gives the same bits."""
 
 from __future__ import annotations
 

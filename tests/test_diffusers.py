@@ -1,4 +1,4 @@
-"""diffusers: quantized while it loads, saved and loaded again; tests/test_saving.py loads in other processes."""
+"""diffusers: quantization during loading, saving and reloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: code and commands run, links lead somewhere, operators are as docs/ops.md has them."""
+"""README.md and docs/*.md: code and commands run, links resolve, operators match docs/ops.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QuantEmbedding, and quantize_(embeddings=True): one quantized weight for the input embedding and the head."""
+"""QuantEmbedding, and quantize_(embeddings=True): one quantized weight for input embedding and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int4_embedding and int8_embedding against float64, and bit for bit against dequantizing all of the weight."""
+"""int4_embedding and int8_embedding against float64 and, bit for bit, the dequantized weight."""
 
 from __future__ import annotations
 

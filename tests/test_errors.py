@@ -1,4 +1,4 @@
-"""Bad input: each mistake has a message with the op, the problem, every tensor involved and the remedy."""
+"""Bad input: each message names the op, the problem, every tensor involved and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""expert_sort and expert_sum: the way of tokens to their experts and back, against torch's sort and float64."""
+"""expert_sort and expert_sum: MoE permute and unpermute, against torch's sort and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QuantExperts: mixtures of transformers 5 with their experts quantized compute, generate, train, save and load."""
+"""QuantExperts: transformers 5 MoE models compute, generate, train, save and load."""
 
 from __future__ import annotations
 

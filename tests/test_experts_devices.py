@@ -1,4 +1,4 @@
-"""QuantExperts of fused experts that are made here as transformers decorates them: on a CPU and on a GPU alike."""
+"""QuantExperts of fused experts decorated as in transformers, on a CPU and on a GPU."""
 
 from __future__ import annotations
 

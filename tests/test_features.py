@@ -1,4 +1,4 @@
-"""torch's own features on quantized layers as on nn.Linear: torch.func, forward-mode, fx, nested tensors, counters."""
+"""torch's features on quantized layers: torch.func, forward-mode, fx, nested tensors, counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four-bit floats: packing, exact dequantizing, quantizing, layers. Products are among those of test_mm.py."""
+"""Four-bit floats: packing, exact dequantization, quantization, layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zero points that are no whole numbers or lie outside 0..15, as those of GGUF's Q4_1: W = q d + m, zero = -m / d."""
+"""Float zero points and those outside 0..15, as in GGUF's Q4_1: W = q d + m, zero = -m / d."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped products with a gate behind them: against float64, and the bits of the operators without one in turn."""
+"""Grouped GEMM with a fused gate, against float64 and bit for bit against separate operators."""
 
 from __future__ import annotations
 

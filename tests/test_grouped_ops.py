@@ -1,4 +1,4 @@
-"""Grouped products: every row is that of its expert, whatever the routing; hostile routings; torch's own checks."""
+"""Grouped GEMM: rows of their experts for any routing; hostile routings; opcheck."""
 
 from __future__ import annotations
 

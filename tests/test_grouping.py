@@ -1,4 +1,4 @@
-"""Group sizes chosen within a budget: the choice, the errors it goes by, and that every layer keeps its own."""
+"""Group sizes chosen within a budget: the choice, its error estimates, and per-layer sizes."""
 
 from __future__ import annotations
 

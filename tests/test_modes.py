@@ -1,4 +1,4 @@
-"""Modes of torch around every function: autocast, inference mode, default dtypes and devices, TF32, dispatch modes."""
+"""Modes of torch around every function: autocast, inference mode, defaults, TF32, dispatch modes."""
 
 from __future__ import annotations
 

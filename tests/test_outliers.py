@@ -352,7 +352,7 @@ def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, form: str, group_s
     """All of x lies near one end of its range, so sums of its bytes are thousands of times the result.
 
     As accurate as plain float32 sums of the same operands, or as three roundings: of a section, of their sum and of y.
-    W is 0 outside the outlier's column, except for zero points outside of 0 to 15.
+    W is 0 in the outlier's column, unless zero points lie outside of 0 to 15.
     """
     scheme = INT8_INT8 if group_size is None else INT8_INT4
     n, k = 21, 4096 + 48

@@ -1,4 +1,4 @@
-"""LoRA by PEFT on quantized layers: made, trained, saved, reloaded and merged with nothing but ``import qao``."""
+"""LoRA by PEFT on quantized layers: creation, training, saving, reloading and merging."""
 
 from __future__ import annotations
 

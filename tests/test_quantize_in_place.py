@@ -1,4 +1,4 @@
-"""quantize_weight_: bit by bit what the quantizers of plain tensors and pack_int4 give, on every device."""
+"""quantize_weight_: bit for bit equal to the quantizers of plain tensors and pack_int4."""
 
 from __future__ import annotations
 

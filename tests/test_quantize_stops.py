@@ -1,4 +1,4 @@
-"""quantize_ and dequantize_ of models in which something is wrong: all is found before the first change, or said."""
+"""quantize_ and dequantize_ of invalid models: errors before the first change, or warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantize_groups, quantize_blocks and quantize_fp4, quantizers of a weight: bit by bit what torch computes."""
+"""quantize_groups, quantize_blocks and quantize_fp4: weight quantizers, bit for bit against torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts of a serving engine without the engine: words of GPTQ and AWQ, shares of qao's own, the way of tokens."""
+"""Experts of a serving engine without the engine: GPTQ and AWQ words, shards, MoE forward."""
 
 from __future__ import annotations
 

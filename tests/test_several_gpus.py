@@ -1,4 +1,4 @@
-"""Tensors on another GPU than the current one, on two at once, and on streams that wait for each other."""
+"""Tensors on a GPU other than the current one, on two GPUs at once, and on dependent streams."""
 
 from __future__ import annotations
 

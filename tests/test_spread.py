@@ -1,4 +1,4 @@
-"""Search over x rows with values of widely different sizes, with W reading all or only the smaller ones.
+"""Search over x rows with widely different magnitudes, with W reading all or only the smaller values.
 
 Each y is measured relative to its terms, |x| · |W|ᵀ, with a tolerance of twice plain torch's error.
 """

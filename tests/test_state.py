@@ -1,4 +1,4 @@
-"""A layer takes the packed weight of no other size or scheme, whichever way it comes, and replicas compute alike."""
+"""Layers reject packed weights of another size or scheme, however loaded; replicas compute alike."""
 
 from __future__ import annotations
 

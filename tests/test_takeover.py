@@ -1,4 +1,4 @@
-"""Quantized checkpoints that ``from_pretrained`` of transformers loads onto qao's layers, each in a fresh process."""
+"""Third-party checkpoints loaded onto qao's layers by transformers' ``from_pretrained``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int8_int4 with integer_scales and fp8_int4 with power_of_two_scales: scales of a row are factors times one of it."""
+"""int8_int4 with integer_scales and fp8_int4 with power_of_two_scales: two-level scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says which Python packages and programs a `make` target lacks: ``require.py torch>=2.11 pytest cmake``.
+"""Python packages and programs that a `make` target lacks: ``require.py torch>=2.11 pytest cmake``.
 
 Used where make installs nothing (VENV=). Exit status 1 if something is missing.
 """

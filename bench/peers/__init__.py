@@ -1,4 +1,4 @@
-"""Peers: implementations that layers are timed against. Each computes y = x · Wᵀ for the same weight."""
+"""Peers: baselines of a layer. Each computes y = x · Wᵀ for the same weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's grouped GEMM of experts: marlin for int4 from its library, Triton for bfloat16 and e4m3 from source.
+"""vLLM's grouped GEMM of experts: marlin (int4, from its library) and Triton (bfloat16, e4m3).
 
 They are not installed: the folder in ``QAO_BENCH_PEERS`` may contain vllm_moe.so (``_moe_C_stable_libtorch`` of the
 wheel) and fused_moe.py and configs/ of ``model_executor/layers/fused_moe``. Missing files are skipped. Row-to-expert

@@ -1,4 +1,4 @@
-"""SGLang's own fused experts with qao's grouped GEMM; run by tests/test_sglang.py in a separate process."""
+"""SGLang's own fused experts with qao's grouped GEMM; run by tests/test_sglang.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts in qao's own format in SGLang's own layer; run by tests/test_sglang.py in a separate process."""
+"""Experts in qao's own format in SGLang's own layer; run by tests/test_sglang.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's own layers on this machine's CPU, without its compiled part: import this before anything of SGLang."""
+"""SGLang's own layers on a CPU, without its compiled extension. Import this before SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for imports of vLLM and SGLang that their layers do not need: web servers, queues, grammars.
+"""Stand-ins for imports of vLLM and SGLang that layers do not need: web servers, queues, grammars.
 
 They replace the modules whether installed or not, so that tests behave the same everywhere. The engines themselves and
 all their other imports are real.

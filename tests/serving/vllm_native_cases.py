@@ -1,4 +1,4 @@
-"""Checkpoints in qao's own format in vLLM's own layers; run by tests/test_vllm.py in a separate process."""
+"""Checkpoints in qao's own format in vLLM's own layers; run by tests/test_vllm.py."""
 
 from __future__ import annotations
 

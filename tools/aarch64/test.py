@@ -1,4 +1,4 @@
-"""Runs aarch64 tests under the emulator with the wheel in dist/: tools/aarch64/test.py [pytest's arguments].
+"""Runs aarch64 tests under the emulator with the wheel in dist/: test.py [pytest's arguments].
 
 Adds qao._host, which the wheel omits so as to fit every Python 3. By default it runs the tests that depend on CPU
 kernels, against float64: those marked every_isa at each forced level of QAO_CPU_ISA, and those of operators alone at
