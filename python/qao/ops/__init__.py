@@ -28,6 +28,8 @@ Weights
 
 from __future__ import annotations
 
+import torch
+
 # ruff: isort: off
 from . import library  # noqa: F401  # first: every other module looks up operators
 from .matmul import (
@@ -112,6 +114,8 @@ from .weight_ops import (
 )
 
 # ruff: isort: on
+
+torch.fx.wrap("product")  # layers call it by this module: a node of fx.symbolic_trace
 
 __all__ = [
     "EMBEDDINGS",
