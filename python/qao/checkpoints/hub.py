@@ -33,8 +33,7 @@ def local_copy(
 
     Args:
         path: a path, with ``~`` for the home directory, or a repository name, with or without its owner. An existing
-        path
-            takes precedence.
+            path takes precedence.
         subfolder: the only folder of a repository to download.
         gguf_file: the only weights of a repository to download.
         code: download the Python files of a repository too.

@@ -45,8 +45,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
 
     Raises:
         CheckpointError: also for algorithms other than those above, and for activations that need scaling before the
-        GEMM
-            (``pre_quant_scale``).
+            GEMM (``pre_quant_scale``).
     """
     scaled = next((key for key in files.names if key.endswith(".pre_quant_scale")), None)
     if scaled is not None:

@@ -46,8 +46,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
 
     Raises:
         CheckpointError: also for kernel-specific packings, MX and NVFP4, and activation scales that a model applies
-        before
-            its layers (``act_pre_scale``).
+            before its layers (``act_pre_scale``).
     """
     layers = []
     for name, text in files.metadata.items():

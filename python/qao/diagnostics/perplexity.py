@@ -78,18 +78,15 @@ def perplexity(
 
     Args:
         model: called with ids int64 [1, T], returns logits [1, T, V], directly or as ``.logits`` (transformers). It
-        must
-            be in evaluation mode.
+            must be in evaluation mode.
         tokens: the text, at least two tokens. All but the first are predicted, each once.
         window: number of tokens predicted per window; the last window may be shorter. A token attends to earlier tokens
-        in
-            its window and to the token before the window.
+            in its window and to the token before the window.
         num_bytes: length of the text in UTF-8 without the first token, for bits per byte.
 
     Raises:
         ValueError: fewer than two tokens, a negative id, a window or length below 1, a model in training mode, or
-        logits
-            that are not [1, T, V].
+            logits that are not [1, T, V].
     """
     if num_bytes is not None and num_bytes < 1:
         raise ValueError(f"perplexity: num_bytes must be at least 1, not {num_bytes}")

@@ -76,7 +76,7 @@ def by_layer(
 
     Raises:
         TypeError, ValueError: as ``quantize_`` and ``perplexity.perplexity``; a layer is on meta; or no layer is
-        quantized.
+            quantized.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 

@@ -2,19 +2,17 @@
 
 ``torch.ops.qao.*`` are the raw operators, without autograd. This package has a function with the same name and
 arguments for each. The GEMMs, ``add_rms_norm``, ``silu_mul``, ``swiglu``, ``expert_topk`` and ``expert_sum`` are
-differentiable.
-Sizes everywhere: M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
+differentiable. Sizes everywhere: M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
 
 Arguments and result that all dense GEMMs (``*_mm``) share:
     x: [..., K], float32, float16 or bfloat16; any strides.
     weight, scales: in the format below.
     bias: [N] in a float dtype, or None.
     result: [..., N], contiguous, in x's dtype; accumulated in float32, or exactly if both operands are integers.
-grouped_autograd.py documents grouped GEMMs, ``*_grouped_mm``.
-With ``batch_invariant``, or within ``qao.batch_invariant()``, a row of the result depends on its row of x and W alone.
-GEMMs raise RuntimeError if a shape, dtype, device or alignment does not fit; the message lists all operands and the
-remedy.
-Gradients go to x and bias. The gradient of x is dy · W: quantization of x counts as the identity (straight-through).
+grouped_autograd.py documents grouped GEMMs, ``*_grouped_mm``. With ``batch_invariant``, or within
+``qao.batch_invariant()``, a row of the result depends on its row of x and W alone. GEMMs raise RuntimeError if a shape,
+dtype, device or alignment does not fit; the message lists all operands and the remedy. Gradients go to x and bias. The
+gradient of x is dy · W: quantization of x counts as the identity (straight-through).
 
 Weights
     int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K. All three are

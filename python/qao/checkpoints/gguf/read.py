@@ -50,8 +50,7 @@ class GgufCheckpoint(Checkpoint):
 
     Raises:
         CheckpointError: not a GGUF file, a damaged one, an unknown architecture, formats that the package ``gguf``
-        cannot
-            dequantize, or any other than F32, F16, BF16, Q4_0, Q4_1 and Q8_0 if the package is not installed.
+            cannot dequantize, or any other than F32, F16, BF16, Q4_0, Q4_1 and Q8_0 if the package is not installed.
     """
 
     format = "gguf"

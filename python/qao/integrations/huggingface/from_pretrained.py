@@ -42,16 +42,13 @@ def from_pretrained(
 
     Args:
         path: an argument of ``qao.checkpoints.open_checkpoint``: a directory with config.json and safetensors
-        (compressed-
-            tensors, GPTQ, AWQ, AutoRound, fp8, fbgemm_fp8, ModelOpt, torchao, qao's own, or float), a .safetensors file
-            or an index of several, a .gguf file; or the name of a repository on the Hugging Face hub, which is
-            downloaded.
-            None: with ``config`` and ``state_dict``, as in transformers.
+            (compressed- tensors, GPTQ, AWQ, AutoRound, fp8, fbgemm_fp8, ModelOpt, torchao, qao's own, or float), a
+            .safetensors file or an index of several, a .gguf file; or the name of a repository on the Hugging Face hub,
+            which is downloaded. None: with ``config`` and ``state_dict``, as in transformers.
         model_args: arguments of the model's class, as in transformers.
         scheme: how to quantize a float checkpoint during loading, as in ``qao.QaoConfig``. This includes GPT-OSS's
             MXFP4 experts; None keeps their values and leaves its other layers unchanged. For a GGUF file, how to
-            quantize
-            the layers that no qao format holds exactly; the others keep their values.
+            quantize the layers that no qao format holds exactly; the others keep their values.
         device_map: as in transformers, for example "auto".
         device: one device for the whole model; instead of ``device_map``.
         dtype: dtype of unquantized tensors; None or "auto": that of the checkpoint.
@@ -68,11 +65,9 @@ def from_pretrained(
 
     Raises:
         CheckpointError: the checkpoint is damaged, has no qao kernel, or does not match the model: tensors are missing
-        or
-            left over. With ``auto_class``, transformers reports such tensors instead.
+            or left over. With ``auto_class``, transformers reports such tensors instead.
         ValueError: no scheme for a float checkpoint; a scheme, or ``embeddings``, for a quantized one; an argument that
-        is
-            incompatible with this checkpoint.
+            is incompatible with this checkpoint.
         TypeError: an argument has the wrong type.
         ImportError: transformers is not installed.
     """

@@ -48,7 +48,7 @@ class Served:
         Args:
             name: the engine's name: "model.layers.0.self_attn.qkv_proj".
             joined: the layers that a fused layer consists of, by the last part of its name: {"qkv_proj": ["q_proj",
-            …]}.
+                …]}.
 
         Raises:
             ValueError: the joined layers have different schemes.
