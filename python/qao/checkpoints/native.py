@@ -28,7 +28,7 @@ _LARGEST = 1 << 31  # rows or columns; the product of two such numbers does not 
 
 def is_native(names: tuple[str, ...]) -> bool:
     """Whether one of these tensors is a marker."""
-    return any(name == marker.MARKER or name.endswith("." + marker.MARKER) for name in names)
+    return any(marker.layer_of(name) is not None for name in names)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read(files: TensorFiles) -> list[QuantizedLayer]:
 
 def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
     for key in files.names:
-        if key != marker.MARKER and not key.endswith("." + marker.MARKER):
+        if marker.layer_of(key) is None:
             continue
         prefix = key.removesuffix(marker.MARKER)
         if len(files.shape(key)) != 1 or files.shape(key)[0] > 1 << 16:

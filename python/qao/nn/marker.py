@@ -36,6 +36,13 @@ class Marker(NamedTuple):
     experts: int | None = None  # number of stacked weights of these sizes; None: not stacked
 
 
+def layer_of(entry: str) -> str | None:
+    """Layer name of a marker entry in a state dict, "" for the module itself; None for every other entry."""
+    if entry == MARKER:
+        return ""
+    return entry.removesuffix(f".{MARKER}") if entry.endswith(f".{MARKER}") else None
+
+
 def encode(marker: Marker) -> Tensor:
     """uint8: the marker as JSON."""
     told = {name: value for name, value in marker._asdict().items() if value is not None}

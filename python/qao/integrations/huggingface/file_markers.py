@@ -21,7 +21,8 @@ def in_state_dict(state: Mapping[str, Any]) -> dict[str, Marker]:
     Raises:
         ValueError: a marker is unreadable or from a newer qao.
     """
-    return {_layer(key): marker.decode(state[key], key) for key in state if _is_marker(key)}
+    layers = ((marker.layer_of(key), key) for key in state)
+    return {layer: marker.decode(state[key], key) for layer, key in layers if layer is not None}
 
 
 def in_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, Marker]:
@@ -40,12 +41,4 @@ def _in_safetensors(file: str | os.PathLike[str]) -> dict[str, Tensor]:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
-        return {key: opened.get_tensor(key) for key in opened.keys() if _is_marker(key)}  # noqa: SIM118
-
-
-def _is_marker(key: str) -> bool:
-    return key == marker.MARKER or key.endswith(f".{marker.MARKER}")
-
-
-def _layer(key: str) -> str:
-    return key.removesuffix(marker.MARKER).removesuffix(".")
+        return {key: opened.get_tensor(key) for key in opened.keys() if marker.layer_of(key) is not None}  # noqa: SIM118

@@ -28,7 +28,6 @@ from ...schemes import Int4Weight, Scheme, scheme_from_dict
 from ..imports import when_imported
 
 Found = dict[str, marker.Marker]  # by layer name
-_END = "." + marker.MARKER
 
 
 def register() -> None:
@@ -65,8 +64,8 @@ def register() -> None:
 
 def names_of_layers(names: Iterable[Any]) -> list[str]:
     """Names of the quantized layers in a state dict with these names; "" is the module itself."""
-    markers = (name for name in names if isinstance(name, str) and name.endswith(marker.MARKER))
-    return [name[: -len(_END)] for name in markers if name.endswith(_END) or name == marker.MARKER]
+    layers = (marker.layer_of(name) for name in names if isinstance(name, str))
+    return [layer for layer in layers if layer is not None]
 
 
 def _key(layer: str, name: str) -> str:
@@ -243,8 +242,7 @@ def _of_prefixes(own: Iterable[str], name: str) -> str:
     return ""
 
 
-# ---- codes that could be mistaken for weights
-# -------------------------------------------------------------------------
+# ---- codes that could be mistaken for weights ------------------------------------------------------------------------
 
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
