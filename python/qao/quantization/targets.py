@@ -256,14 +256,7 @@ def packed_bytes(layer: PackedModule) -> int:
 
 def count_parameters(model: nn.Module) -> int:
     """Elements of all parameters, each counted once; a quantized weight counts as its float weight."""
-    counts: dict[int, int] = {}
-    for module in model.modules():
-        own = (p for p in module._parameters.values() if p is not None and not is_lazy(p))
-        counts.update((id(p), p.numel()) for p in own)
-        if isinstance(module, PackedModule):
-            counts.update((id(tensor), 0) for tensor in module.packed.tensors().values())
-            counts[id(module.qweight)] = math.prod(module.shape)
-    return sum(counts.values())
+    return sum(p.numel() for p in model.parameters() if not is_lazy(p)) + uncounted(model)
 
 
 def uncounted(model: nn.Module, without_embeddings: bool = False) -> int:
