@@ -49,7 +49,7 @@ Peers = Callable[[Tensor, frozenset[str]], Iterator[tuple[str, engines.Made]]]
 
 class Bar(NamedTuple):
     name: str
-    beside: tuple[str, ...]  # compare with the fastest of these
+    against: tuple[str, ...]  # compare with the fastest of these
     mean: float  # minimum ratio of its time to ours: geometric mean and least
     least: float
 
@@ -182,7 +182,7 @@ def ratios(rows: list[dict[str, Any]], family: str, bar: Bar) -> list[tuple[floa
     """The fastest peer's time over ours, and the row, where both ran."""
     found = []
     for row in rows:
-        others = [row["us"][name] for name in bar.beside if name in row["us"]]
+        others = [row["us"][name] for name in bar.against if name in row["us"]]
         if row["family"] == family and others and bar.name in row["us"]:
             found.append((min(others) / row["us"][bar.name], row))
     return found
@@ -201,7 +201,7 @@ def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
     lines, compared = [], 0
     for _, bar, found in _each_bar(rows):
         compared += len(found)
-        beside = " and ".join(bar.beside)
+        beside = " and ".join(bar.against)
         lines += [
             f"{bar.name} beside {beside}, {row['n']} x {row['k']}, M = {row['m']}: {r:.2f} of {bar.least:.2f}"
             for r, row in found
@@ -217,14 +217,14 @@ def _means(found: list[tuple[float, dict[str, Any]]], tokens: list[int]) -> list
     return [f"{geometric_mean(some):.2f}" if some else "–" for some in of_m]
 
 
-def render_beside(results: dict[str, Any]) -> str:
+def render_others(results: dict[str, Any]) -> str:
     """qao against other libraries' kernels: geometric means over the layers."""
     rows = results["rows"]
     tokens = list(dict.fromkeys(row["m"] for row in rows))
     lines = [
-        [f"`{bar.name}` / {' or '.join(bar.beside)}", *_means(found, tokens)]
+        [f"`{bar.name}` / {' or '.join(bar.against)}", *_means(found, tokens)]
         for family, bar, found in _each_bar(rows)
-        if not {*bar.beside} & {BF16, *family.ours}
+        if not {*bar.against} & {BF16, *family.ours}
     ]
     count = len({(row["n"], row["k"]) for row in rows})
     note = f"{caption(results['meta'])}; {count} layers, quantisation of x included, geometric means."
@@ -241,7 +241,7 @@ def render(results: dict[str, Any]) -> str:
         worst, row = min(found, key=lambda pair: pair[0])
         mean = geometric_mean(r for r, _ in found)
         lines.append(
-            [f"{bar.name} / {' or '.join(bar.beside)}", f"{bar.mean:.2f}, {bar.least:.2f}", f"{mean:.2f}"]
+            [f"{bar.name} / {' or '.join(bar.against)}", f"{bar.mean:.2f}, {bar.least:.2f}", f"{mean:.2f}"]
             + _means(found, tokens)
             + [f"{worst:.2f} ({row['n']} × {row['k']}, M = {row['m']})", f"{below} of {len(found)}"]
         )

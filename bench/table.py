@@ -4,7 +4,7 @@
 <!-- bench:summary:h200 --> … <!-- /bench -->   one layer under every scheme
 <!-- bench:tokens:h200 --> … <!-- /bench -->     all large layers under every scheme
 <!-- bench:means:h200 --> … <!-- /bench -->      the same with the share of the roofline, schemes by tokens
-<!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->, <!-- bench:beside:h100-80gb-hbm3 -->,
+<!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->, <!-- bench:others:h100-80gb-hbm3 -->,
 <!-- bench:experts_means:h200 -->               of numerics.csv, llama.csv, prefill.csv and experts.csv, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
 <!-- bench:outliers:h100-80gb-hbm3 -->,
@@ -92,7 +92,7 @@ _OF_ALL_SCHEMES: dict[str, Callable[[dict[str, Results]], str]] = {
 _IN_SHORT: dict[str, tuple[str, Callable[[Results], str]]] = {
     "formats": ("numerics", choosing.render_formats),
     "decoders": ("llama", choosing.render_decoders),
-    "beside": ("prefill", prefill.render_beside),
+    "others": ("prefill", prefill.render_others),
     "experts_means": ("experts", experts.render_means),
 }
 _DOCUMENTS = (

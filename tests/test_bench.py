@@ -752,6 +752,6 @@ def test_prefill_compares_with_the_fastest_other() -> None:
     ]
     results = {"meta": describe("cpu"), "rows": rows}
     assert "| 1 of 2 |" in prefill.render(results)
-    assert "| `fp8_fp8` / vLLM fp8 or SGLang fp8 | 0.90 | 1.20 |" in prefill.render_beside(results)
+    assert "| `fp8_fp8` / vLLM fp8 or SGLang fp8 | 0.90 | 1.20 |" in prefill.render_others(results)
     for family in prefill.FAMILIES.values():
         assert {bar.name for bar in family.bars} <= set(family.ours)

@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_experts_cases import run
 from vllm_support import engine
 
-BESIDE = ("pip_install_qao", ".weight")  # entries of a state dict other than Parameters
+NO_PARAMETERS = ("pip_install_qao", ".weight")  # state dict entries that are no Parameters
 GPT_OSS = {"activation": "swigluoai", "has_bias": True, "routed_experts_cls": GptOssRoutedExperts}
 
 
@@ -147,7 +147,7 @@ def test_a_loader_of_a_model_s_own() -> None:
         GptOssModel._load_weights_other(model, 0, 0, named, stacked)
         runner.routed_experts.quant_method.process_weights_after_loading(runner.routed_experts)
         held = dict(runner.routed_experts.named_parameters())
-    assert {f"{PREFIX}.{name}" for name in held} == {name for name in tensors if not name.endswith(BESIDE)}
+    assert {f"{PREFIX}.{name}" for name in held} == {name for name in tensors if not name.endswith(NO_PARAMETERS)}
     assert all(torch.equal(one, tensors[f"{PREFIX}.{name}"]) for name, one in held.items())
 
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from .explain import (
-    Explanation,
-    explain,
-)
+from .explain import Explanation, explain
 
-__all__ = [
-    "Explanation",
-    "explain",
-]
+__all__ = ["Explanation", "explain"]

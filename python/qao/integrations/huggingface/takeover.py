@@ -74,7 +74,7 @@ def _base_of(path: Any, options: dict[str, Any]) -> Any:
 
 
 def _quantization(path: Any, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization settings in a checkpoint's configuration; None if there are none."""
+    """The quantization settings in a checkpoint's configuration, or None."""
     from transformers import PretrainedConfig
 
     if options.get("state_dict") is not None or options.get("gguf_file") is not None:
