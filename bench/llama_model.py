@@ -97,6 +97,7 @@ class Model(nn.Module):
     ``quantize_head``: quantize the head too, as ``qao.quantize_`` does on a whole model with a linear head.
     """
 
+    @torch.inference_mode(False)  # copies would be inference tensors, which the compiled block does not share
     def __init__(
         self, preset: str, layers: int | None, scheme: qao.Scheme | None, variant: str, device: str, quantize_head: bool
     ) -> None:

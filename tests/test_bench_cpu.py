@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
@@ -17,8 +16,14 @@ import qao
 import torch
 from qao.schemes import SCHEMES as LAYERS
 
-from bench import busy, host, linear, threads
+from bench import busy, host, linear, result_files, threads
 from bench.schemes import SCHEMES
+
+
+def stored(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as a file holds them: numbers are rounded."""
+    found: list[dict[str, Any]] = result_files.loads(result_files.dumps({"meta": {}, "rows": rows}))["rows"]
+    return found
 
 
 def _linear(path: Path, *words: str) -> list[dict[str, Any]]:
@@ -32,10 +37,10 @@ def test_a_cell_is_measured_for_every_scheme(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "linear.json"
     _linear(path, "--layers", "64x128", "--m", "1", "--dtype", "float32")
     rows = _linear(path, "--layers", "64x128", "--m", "2", "--dtype", "float32", "--add")
-    assert json.loads(path.read_text())["rows"] == rows
+    assert result_files.read_rows(path) == stored(rows)
     assert [(row["M"], row["scheme"]) for row in rows] == [(m, word) for m in (1, 2) for word in SCHEMES]
-    assert all(row["ratio"] == row["linear_us"] / row["us"] > 0 for row in rows)
-    text = linear.render(json.loads(path.read_text()))
+    assert all(row["ratio"] == pytest.approx(row["linear_us"] / row["us"], 1e-5) for row in rows)
+    text = linear.render(result_files.read(path))
     assert text.count("| 64 × 128 |") == 2 and "float32 x" in text
     assert len(_linear(path, "--layers", "64x128", "--m", "2")) == len(SCHEMES)
 
@@ -61,7 +66,7 @@ def test_threads_are_counted_and_a_neighbour_is_busy(tmp_path: Path, monkeypatch
     monkeypatch.setattr(threads, "BUSY_TOKENS", 2)
     path = tmp_path / "threads.json"
     rows = threads.run(1e-4, [2], [1, 2], path)
-    assert json.loads(path.read_text())["rows"] == rows
+    assert result_files.read_rows(path) == stored(rows)
     names = {"bf16", *SCHEMES}
     assert {(row["scheme"], row["threads"], row["busy"]) for row in rows} == {
         (name, *case) for name in names for case in ((1, False), (2, False), (2, True))
@@ -70,7 +75,7 @@ def test_threads_are_counted_and_a_neighbour_is_busy(tmp_path: Path, monkeypatch
     for row in rows:
         if not row["busy"]:
             assert row["efficiency"] == pytest.approx(one[row["scheme"]] / (row["us"] * row["threads"]))
-    assert threads.render(json.loads(path.read_text())).count("\n| ") == len(names) + 2
+    assert threads.render(result_files.read(path)).count("\n| ") == len(names) + 2
 
 
 def test_bars_of_threads() -> None:
@@ -96,13 +101,13 @@ def test_layers_beside_a_busy_process_are_measured(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(busy, "SIZE", 128)
     path = tmp_path / "busy.json"
     rows = busy.run(1e-4, [1, 2], path)
-    assert json.loads(path.read_text())["rows"] == rows
+    assert result_files.read_rows(path) == stored(rows)
     assert [(row["M"], row["scheme"]) for row in rows] == [
         *((None, word) for word in LAYERS),
         *((m, name) for m in (1, 2) for name in (busy.LINEAR, *LAYERS)),
     ]
     assert all(row["slowdown"] == pytest.approx(row["beside_us"] / row["us"]) for row in rows)
-    assert busy.render(json.loads(path.read_text())).count("\n| ") == len(LAYERS) + 3
+    assert busy.render(result_files.read(path)).count("\n| ") == len(LAYERS) + 3
 
 
 def test_bars_beside_a_busy_process() -> None:
