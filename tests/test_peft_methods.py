@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,17 @@ ELSEWHERE = {
 }
 TASKS = {"MULTITASK_PROMPT_TUNING", "POLY"}
 METHODS = [kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING if kind.value not in ELSEWHERE]
+
+
+@pytest.fixture(autouse=True)
+def compilers() -> Iterator[None]:
+    """BOFT leaves CC and CXX set to gcc, with which Inductor links C++ without its library."""
+    before = {name: os.environ.pop(name, None) for name in ("CC", "CXX")}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def llama(scheme: qao.Scheme | None = INT8, **options: Any) -> Any:
