@@ -57,11 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
     for word in (*SCHEMES, "all"):
         _add_products(commands.add_parser(word, help=f"time {f'torch.ops.qao.{word}_mm' if word != 'all' else 'all'}"))
     for name, text in (
-        ("quantize", "bandwidth of the activation quantisers and of the fused producers"),
+        ("quantize", "bandwidth of the activation quantizers and of the fused producers"),
         ("numerics", "accuracy of every scheme on the demo's model"),
         ("outliers", "error of the products beside that of their schemes, with and without outlier channels"),
         ("weights_only", "accuracy of int4 weights rounded without data, on the demo's models"),
-        ("gptq", "float weights a second that calibration quantises"),
+        ("gptq", "float weights a second that calibration quantizes"),
         ("host", "host time of one eager call of a layer"),
     ):
         command = commands.add_parser(name, help=text)
@@ -129,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_check(scaling)
     scaling.set_defaults(device="cpu")
     shared = commands.add_parser(
-        "busy", help="quantising and products of a CPU beside a process that keeps a core busy"
+        "busy", help="quantizing and products of a CPU beside a process that keeps a core busy"
     )
     shared.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
     busy.add_arguments(shared)

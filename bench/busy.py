@@ -86,7 +86,7 @@ def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
         else:
             cells = {f"times {LINEAR}": (row["ratio"], row["ratio"] <= RATIO_BAR)}
         compared += len(cells)
-        what = "quantising" if row["M"] is None else f"M = {row['M']}"
+        what = "quantizing" if row["M"] is None else f"M = {row['M']}"
         lines += [f"{row['scheme']}, {what}: {value:.2f} {key}" for key, (value, good) in cells.items() if not good]
     return lines, compared
 
@@ -98,18 +98,18 @@ def render(results: dict[str, Any]) -> str:
     lines = []
     for name in dict.fromkeys(row["scheme"] for row in rows if row["M"] is not None):
         here = {row["M"]: row for row in rows if row["scheme"] == name}
-        line = [name] + ["–"] * 3 if name == LINEAR else [f"`{name}`", *_quantising(here[None])]
+        line = [name] + ["–"] * 3 if name == LINEAR else [f"`{name}`", *_quantizing(here[None])]
         lines.append([*line, *(f"{here[m]['beside_us']:.0f}, {here[m]['ratio']:.2f}" for m in tokens)])
     header = ["", "million weights a second and core", "ms", "busy, ms", *(f"M = {m}" for m in tokens)]
     n, k = meta["layer"]
     note = (
-        f"{caption(meta)}; {n} × {k}, bfloat16. Quantising alone and beside a busy process (times slower); "
+        f"{caption(meta)}; {n} × {k}, bfloat16. Quantizing alone and beside a busy process (times slower); "
         f"products beside it: µs, and times as long as `F.linear`. Means."
     )
     return f"{note}\n\n{table(header, lines)}"
 
 
-def _quantising(row: dict[str, Any]) -> list[str]:
+def _quantizing(row: dict[str, Any]) -> list[str]:
     beside = f"{row['beside_us'] / 1e3:.1f} ({row['slowdown']:.2f})"
     return [f"{row['weights_s_core'] / 1e6:.0f}", f"{row['us'] / 1e3:.1f}", beside]
 
@@ -125,7 +125,7 @@ def _rows(m: int | None, calls: Calls, seconds: float) -> list[dict[str, Any]]:
         if m is not None:
             row["ratio"] = beside[name] / beside[LINEAR]
         rows.append(row)
-        what = "quantising" if m is None else f"M={m}"
+        what = "quantizing" if m is None else f"M={m}"
         print(f"{what} {name}: {row['us']:.0f} us, beside {row['beside_us']:.0f} us", end="")
         print(f", {row['ratio']:.2f} of {LINEAR}" if m is not None else f", {row['slowdown']:.2f} times", flush=True)
     return rows

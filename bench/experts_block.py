@@ -43,7 +43,7 @@ def make_block(scheme: qao.Scheme | None, device: str) -> Any:
     if scheme is not None:
         report = qao.quantize_(block, {"experts": scheme}, progress=False)
         if not any(isinstance(module, qao.QuantExperts) for module in block.modules()):
-            raise RuntimeError(f"the experts were not quantised:\n{report}")
+            raise RuntimeError(f"the experts were not quantized:\n{report}")
     block = block.to_empty(device=device)
     torch.manual_seed(0)
     for name, parameter in block.named_parameters():

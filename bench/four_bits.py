@@ -233,5 +233,5 @@ def render(results: dict[str, Any]) -> str:
         ]
         for row in sorted(rows, key=lambda row: (round(row["bits"], 2), row["nats_above"]))
     ]
-    header = ["method", "bits a weight", "nats above fp32", "neighbours kept", "cosine: mean", "processor seconds"]
+    header = ["method", "bits a weight", "nats above fp32", "neighbors kept", "cosine: mean", "processor seconds"]
     return f"{caption(meta)}; {windows}; {meta['sentences']} sentences; {peers}.\n\n{table(header, lines)}"

@@ -100,7 +100,7 @@ def render(results: dict[str, Any]) -> str:
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
     note = (
         f"{caption(results['meta'])}; {dtypes} x, groups of 128 with zero points. Time of `F.linear` in that "
-        "dtype over ours, quantisation of x included; in brackets: below the bar."
+        "dtype over ours, quantization of x included; in brackets: below the bar."
     )
     return f"{note}\n\n{table(['N × K', 'M', '`F.linear`, µs', *(f'`{word}`' for word in words)], lines)}"
 

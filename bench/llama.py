@@ -77,7 +77,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     command.add_argument("--batch", nargs="*", type=int, default=list(BATCHES), metavar="B", help="sequences decoded")
     command.add_argument("--prompt", type=int, default=PROMPT, metavar="T", help="tokens of a prompt; 0: no prompt")
-    command.add_argument("--head", action="store_true", help="quantise the language model's head as well")
+    command.add_argument("--head", action="store_true", help="quantize the language model's head as well")
     command.add_argument("--add", action="store_true", help="keep the other cases that the results file holds")
 
 
@@ -241,7 +241,7 @@ def title_of(case: Case) -> str:
 def render(results: dict[str, Any]) -> str:
     """The Markdown of one results file."""
     meta, rows = results["meta"], results["rows"]
-    head = "quantised too" if meta["quantize_head"] else "in bfloat16"
+    head = "quantized too" if meta["quantize_head"] else "in bfloat16"
     parts = [f"{caption(meta)}; the head {head}, {meta['context']} tokens of context when decoding."]
     for name in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == name]

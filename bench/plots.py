@@ -82,8 +82,8 @@ def draw_decoders(results: dict[str, Any], target: Path) -> None:
     with _panels(target, 1, len(cases), 2.0, 2.0) as (figure, panels):
         for panel, case in zip(panels, cases, strict=True):
             speeds = {row["scheme"]: row["compiled_tokens_s"] for row in rows if case_of(row) == case}
-            colours = [_BF16 if word == BASELINE else _OURS for word in speeds]
-            bars = panel.barh(list(speeds), list(speeds.values()), color=colours)
+            colors = [_BF16 if word == BASELINE else _OURS for word in speeds]
+            bars = panel.barh(list(speeds), list(speeds.values()), color=colors)
             panel.bar_label(bars, fmt="%.0f", padding=2)
             panel.invert_yaxis()
             panel.set_title(title_of(case))
@@ -98,11 +98,11 @@ def draw(word: str, results: dict[str, Any], target: Path) -> None:
     rows = results["rows"]
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     peers = sorted({peer for row in rows for peer in row["peers"]})
-    colours = {peer: _PEERS[i % len(_PEERS)] for i, peer in enumerate(peers)}
+    colors = {peer: _PEERS[i % len(_PEERS)] for i, peer in enumerate(peers)}
     lines = math.ceil((len(layers) + 1) / _COLUMNS)
     with _panels(target, lines, _COLUMNS, 3.4, 2.6) as (figure, panels):
         for panel, name in zip(panels, layers, strict=False):
-            _layer(panel, word, [row for row in rows if row["layer"] == name], colours)
+            _layer(panel, word, [row for row in rows if row["layer"] == name], colors)
         _ratios(panels[len(layers)], rows)
         for panel in panels[len(layers) + 1 :]:
             panel.set_visible(False)
@@ -111,14 +111,14 @@ def draw(word: str, results: dict[str, Any], target: Path) -> None:
         figure.suptitle(" ")  # room for the legend
 
 
-def _layer(panel: Axes, word: str, rows: list[dict[str, Any]], colours: dict[str, str]) -> None:
+def _layer(panel: Axes, word: str, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
     tokens = [row["M"] for row in rows]
     panel.plot(tokens, [row["us"] for row in rows], color=_OURS, linewidth=2.2, marker="o", markersize=3, label=word)
     panel.plot(tokens, [row["bf16_us"] for row in rows], color=_BF16, linewidth=1.2, label="bf16")
-    for peer, colour in colours.items():
+    for peer, color in colors.items():
         points = [(row["M"], row["peers"][peer]) for row in rows if peer in row["peers"]]
         # A peer without a cell in this layer still gets a legend entry.
-        panel.plot(*(zip(*points, strict=True) if points else ([], [])), color=colour, linewidth=1.2, label=peer)
+        panel.plot(*(zip(*points, strict=True) if points else ([], [])), color=color, linewidth=1.2, label=peer)
     panel.plot(tokens, [row["floor_us"] for row in rows], color=_FLOOR, linestyle="--", linewidth=1, label="roofline")
     panel.set(xscale="log", yscale="log", title=f"{rows[0]['layer']}: N = {rows[0]['N']}, K = {rows[0]['K']}")
     panel.set(ylabel="µs a call")
@@ -128,12 +128,12 @@ def _layer(panel: Axes, word: str, rows: list[dict[str, Any]], colours: dict[str
 def _ratios(panel: Axes, rows: list[dict[str, Any]]) -> None:
     """Geometric means over the layers: speedup over bf16, and over the best peer of each cell."""
     tokens = sorted({row["M"] for row in rows})
-    for against, colour, end in ((BF16, _BF16, 0), (BEST_PEER, _PEERS[0], -1)):
+    for against, color, end in ((BF16, _BF16, 0), (BEST_PEER, _PEERS[0], -1)):
         means = {m: mean_ratio([row for row in rows if row["M"] == m], against) for m in tokens}
         known = [(m, value) for m, value in means.items() if value is not None]
         if known:
-            panel.plot(*zip(*known, strict=True), color=colour, linewidth=1.6, marker="o", markersize=3)
-            side = {"ha": "right" if end else "left", "color": colour}
+            panel.plot(*zip(*known, strict=True), color=color, linewidth=1.6, marker="o", markersize=3)
+            side = {"ha": "right" if end else "left", "color": color}
             panel.annotate(against, known[end], textcoords="offset points", xytext=(0, 5), **side)
     panel.axhline(1, color=_FLOOR, linewidth=1)
     panel.set(xscale="log", yscale="log", title="all layers", ylabel="times faster, geometric mean")

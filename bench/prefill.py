@@ -227,7 +227,7 @@ def render_others(results: dict[str, Any]) -> str:
         if not {*bar.against} & {BF16, *family.ours}
     ]
     count = len({(row["n"], row["k"]) for row in rows})
-    note = f"{caption(results['meta'])}; {count} layers, quantisation of x included, geometric means."
+    note = f"{caption(results['meta'])}; {count} layers, quantization of x included, geometric means."
     return f"{note}\n\n{table(['qao / the other', *(f'M={m}' for m in tokens)], lines)}"
 
 

@@ -4,7 +4,7 @@
 // fast_accum, fp8_fp8_blocks with scales of blocks, int8_int4_symmetric without zero points, int8_int4_rows with
 // row_scales. A line "m n k" of standard input is a problem, K a multiple of 128; a line of JSON on standard output a
 // candidate: {"m", "n", "k", "chosen", "final", "plan", "operands", "tile_m", "counts", "bytes", "before_us", "us"}.
-// An x of eight bits is quantised before every product, as in a model: that takes before_us of us. Tiles that share
+// An x of eight bits is quantized before every product, as in a model: that takes before_us of us. Tiles that share
 // rows of W were up to 1.2 times slower behind that kernel, which lets all CTAs start at once, than behind another
 // product. int4: asymmetric groups of 128, bfloat16 scales.
 //
@@ -79,7 +79,7 @@ uint16_t bfloat16(float value) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
-// Normal numbers as quantising leaves them, in the bytes of a format: of int4 two in a byte, of a float x bfloat16.
+// Normal numbers as quantizing leaves them, in the bytes of a format: of int4 two in a byte, of a float x bfloat16.
 // Tensor cores draw more power for random bits, so that the clocks fall for the plans that keep them busiest.
 uint16_t as_format(Format format, float normal, float other) {
   constexpr float kDeviations = 3.7f;  // to the largest of a row

@@ -98,5 +98,5 @@ def render(results: dict[str, Any]) -> str:
         ]
         for row in rows
     ]
-    header = ["int4", "language reference", "docstrings", "neighbours kept", "cosine: mean"]
+    header = ["int4", "language reference", "docstrings", "neighbors kept", "cosine: mean"]
     return f"{text}\n\n{table(header, lines)}"

@@ -175,7 +175,7 @@ TENSORS: dict[str, Change] = {
     "compressed": lambda t, rng: t.to_sparse_csr(),
     "blocked": lambda t, rng: t.float().to_mkldnn(),
     "nested": lambda t, rng: torch.nested.nested_tensor([t, t]),
-    "quantised by torch": lambda t, rng: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    "quantized by torch": lambda t, rng: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
     "meta": lambda t, rng: t.to("meta"),
     "fake": lambda t, rng: FakeTensorMode().from_tensor(t),
     "functional": lambda t, rng: torch._to_functional_tensor(t),

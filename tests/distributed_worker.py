@@ -363,7 +363,7 @@ def ddp(folder: Path) -> None:
 
 
 @case
-def ddp_sends_no_quantised_weight(folder: Path) -> None:
+def ddp_sends_no_quantized_weight(folder: Path) -> None:
     """Traffic of one step: buffers forward, gradients backward, and nothing else."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 101), nn.BatchNorm1d(101), nn.Linear(101, 35))

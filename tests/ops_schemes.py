@@ -82,7 +82,7 @@ class Activation:
     def slack(self, x: Tensor, dense: Tensor) -> Tensor:
         """[M, N]: what rounding may add to a product, beyond that of plain torch on x̂, because of how x is stored."""
         if self.format == "int8" and not self.symmetric:
-            # Sums of q, which is not centred (and which a kernel may shift by 128 to have it unsigned), and of the zero
+            # Sums of q, which is not centered (a kernel may shift by 128 to have it unsigned), and of the zero
             # points, which then cancel: each is rounded to float32. Nibbles enter unsigned, about twice |W|.
             q, scales, zeros = self.quantize(x)
             sums = (q.double().abs() + 128) @ dense.abs().T + zeros.abs() * dense.sum(1).abs()

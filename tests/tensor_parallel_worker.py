@@ -432,7 +432,7 @@ def check_tp_plan(folder: Path, scheme: qao.Scheme, tied: bool, embeddings: bool
     if scheme.activations == "float":  # the same codes and scales
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
-    path = shared(folder, f"quantised {name}", whole.save_pretrained)
+    path = shared(folder, f"quantized {name}", whole.save_pretrained)
     native = shared(folder, f"native {name}", lambda to: write_native(whole, to))
     for checkpoint in (path, native):
         again = qao.from_pretrained(checkpoint, distributed_config={"tp_size": WORLD})

@@ -242,7 +242,7 @@ def test_a_bias_that_does_not_fit_is_refused_when_the_layer_is_made(bias: Tensor
     linear.bias = nn.Parameter(bias, requires_grad=False)
     with pytest.raises(ValueError, match=r"QuantLinear: .*its bias (is|has layout)"):
         qao.QuantLinear(64, 48, scheme, packed, bias)
-    with pytest.raises(ValueError, match=r"QuantLinear: linear cannot be quantised: its bias (is|has layout)"):
+    with pytest.raises(ValueError, match=r"QuantLinear: linear cannot be quantized: its bias (is|has layout)"):
         qao.QuantLinear.from_linear(linear, scheme)
     with pytest.raises(ValueError, match=r"QuantLinear: .*its bias (is|has layout)"):
         qao.QuantLinear.from_packed(linear, scheme, packed)

@@ -73,7 +73,7 @@ HOWS = ("cpu_offload", "disk_offload", "dispatch_model")
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_offloaded_after_quantising_it_computes_the_same(how: str, tmp_path: Path) -> None:
+def test_offloaded_after_quantizing_it_computes_the_same(how: str, tmp_path: Path) -> None:
     model = quantized_model()
     expected = model(IDS)
     offloaded = offload(copy.deepcopy(model), how, tmp_path)
@@ -83,7 +83,7 @@ def test_offloaded_after_quantising_it_computes_the_same(how: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_offloaded_before_quantising_says_so(how: str, tmp_path: Path) -> None:
+def test_offloaded_before_quantizing_says_so(how: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model()
     expected = copy.deepcopy(model)
@@ -93,7 +93,7 @@ def test_offloaded_before_quantising_says_so(how: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"hook of accelerate.*remove_hook_from_module") as caught:
         report = quantize_(offloaded, SCHEME)
     assert len([row for row in report.problems if "hook of accelerate" in (row.note or "")]) >= hooked
-    assert "no layer was quantised" in str(caught[0].message)
+    assert "no layer was quantized" in str(caught[0].message)
     accelerate.hooks.remove_hook_from_module(offloaded, recurse=True)
     quantize_(offloaded, SCHEME, strict=True, progress=False)
     assert torch.equal(offloaded(IDS), expected(IDS))
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused(checkpoint: str, tmp_path: Path) -> None:
 
     floats = tmp_path / "floats.safetensors"
     safetensors.save_file(Model().state_dict(), floats, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"\.weight: the checkpoint holds .*, a weight that is not quantised"):
+    with pytest.raises(ValueError, match=r"\.weight: the checkpoint holds .*, a weight that is not quantized"):
         accelerate.load_checkpoint_in_model(empty_model(), str(floats), device_map={"": "cpu"})
 
     # scales of another dtype would be rounded, and those of another group size have another shape
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused(checkpoint: str, tmp_path: Path) -> None:
     with accelerate.init_empty_weights():
         other = Model().to(torch.bfloat16)
     quantize_(other, {**SCHEMES, "up": Int4WeightOnly(group_size=64)}, progress=False)
-    with pytest.raises(ValueError, match=r"up\.scales: the checkpoint holds .*Quantise the model with the scheme"):
+    with pytest.raises(ValueError, match=r"up\.scales: the checkpoint holds .*Quantize the model with the scheme"):
         accelerate.load_checkpoint_in_model(other, checkpoint, device_map={"": "cpu"})
 
     state = quantized_model().state_dict()

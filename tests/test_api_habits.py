@@ -96,14 +96,14 @@ def test_an_unclear_order_is_refused(function: Any, message: str) -> None:
     assert not quantized(model)
 
 
-def test_nothing_quantised_is_a_warning_that_says_why() -> None:
+def test_nothing_quantized_is_a_warning_that_says_why() -> None:
     model = model_with_head()
     model["up"].register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match=r"no layer was quantised.\n  2 of 3: by the filter\n  1 of 3: no scheme"):
+    with pytest.warns(UserWarning, match=r"no layer was quantized.\n  2 of 3: by the filter\n  1 of 3: no scheme"):
         quantize_(model, {"up": None, "re:.*": SCHEME}, filter=lambda name, module: False)
-    with pytest.warns(UserWarning, match=r"no layer was quantised.\n  2 of 3: by the filter\n  1 of 3: it has forward"):
+    with pytest.warns(UserWarning, match=r"no layer was quantized.\n  2 of 3: by the filter\n  1 of 3: it has forward"):
         quantize_(model, SCHEME, filter=lambda name, module: name == "up")
-    with pytest.warns(UserWarning, match="no layer was quantised. The model has no linear layers"):
+    with pytest.warns(UserWarning, match="no layer was quantized. The model has no linear layers"):
         quantize_(nn.Sequential(nn.ReLU()), SCHEME)
 
 

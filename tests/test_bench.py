@@ -107,7 +107,7 @@ def test_int8_nearest_is_within_half_a_step() -> None:
     assert (error <= rows.scales[:, None] * 0.5001).all()
 
 
-def test_quantisers_are_measured_against_a_copy() -> None:
+def test_quantizers_are_measured_against_a_copy() -> None:
     rows = quantize.run("cpu", shapes=((2, 64),))["rows"]
     assert [row["op"] for row in rows] == [case.name for case in quantize.CASES]
     for row in rows:
@@ -174,7 +174,7 @@ def test_bars_for_means_are_of_the_best_peer_of_each_cell() -> None:
     assert bars.misses(rows[2:], "cuda", (bar,)) == ([], 0)
 
 
-def test_bars_of_the_quantisers() -> None:
+def test_bars_of_the_quantizers() -> None:
     row = {"op": "int8_quantize", "M": 4096, "K": 8192, "passes": 1, "us": 10.0, "copy_us": 6.0}
     assert bars.quantize_misses([row]) == (["int8_quantize: 60% of a copy, the bar is 80%"], 1)
     assert bars.quantize_misses([row | {"copy_us": 8.1}]) == ([], 1)
@@ -565,8 +565,8 @@ def test_methods_of_four_bits_are_applied_alike() -> None:
     rounded, _, bits = four_bits._applied(lambda weight: (weight.sign(), 5.5 * weight.numel()), model, {"2": None}, [])
     assert bits == 5.5 and torch.equal(rounded[2].weight, before["2.weight"])
     assert all(torch.equal(rounded[i].weight, before[f"{i}.weight"].sign()) for i in (0, 1))
-    quantised, _, bits = four_bits._applied(four_bits._int4(32), model, {"2": None}, [])
-    assert [type(layer).__name__ for layer in quantised] == ["QuantLinear", "QuantLinear", "Linear"]
+    quantized, _, bits = four_bits._applied(four_bits._int4(32), model, {"2": None}, [])
+    assert [type(layer).__name__ for layer in quantized] == ["QuantLinear", "QuantLinear", "Linear"]
     assert bits == 4 + 2 * 16 / 32
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

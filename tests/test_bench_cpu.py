@@ -61,7 +61,7 @@ def test_cells_below_their_bar() -> None:
     assert lines[0] == "int8, 4096x4096, M = 64: 1.04, the bar is 1.05"
 
 
-def test_threads_are_counted_and_a_neighbour_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_counted_and_a_neighbor_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LAYER", (64, 128))
     monkeypatch.setattr(threads, "BUSY_TOKENS", 2)
     path = tmp_path / "threads.json"
@@ -119,8 +119,8 @@ def test_bars_beside_a_busy_process() -> None:
     lines, compared = busy.misses([*rows, {"scheme": "int8", "M": 16, "ratio": 2.1}])
     assert compared == 8
     assert lines == [
-        "int8, quantising: 39.00 M weights a second and core",
-        "fp8, quantising: 1.51 times slower",
+        "int8, quantizing: 39.00 M weights a second and core",
+        "fp8, quantizing: 1.51 times slower",
         "int8, M = 16: 2.10 times F.linear",
     ]
 
@@ -136,7 +136,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.timed
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="an emulator may run it")
-def test_quantising_takes_a_core_no_longer_than_its_bar() -> None:
+def test_quantizing_takes_a_core_no_longer_than_its_bar() -> None:
     """In time of the processor, which others on the machine hardly change: 40 million weights a second."""
     dense = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
     nvfp4 = partial(qao.QuantLinear.from_linear, dense, qao.Fp4WeightOnly("nvfp4"))
@@ -175,7 +175,7 @@ def all_cores() -> Iterator[None]:
 
 @pytest.mark.timed
 @pytest.mark.usefixtures("all_cores")
-def test_a_busy_process_holds_up_quantising_no_more_than_its_share() -> None:
+def test_a_busy_process_holds_up_quantizing_no_more_than_its_share() -> None:
     """Fair shares of two cores for three threads give 1.5. The best of some tries, as others may be busy, too."""
     dense = torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
     calls = {name: call for name, call in busy.quantize_calls(dense).items() if name in ("int4", "int8", "fp8", "fp4")}

@@ -192,7 +192,7 @@ def test_tied_weights_stay_tied(model: Model, data: list[Tensor]) -> None:
     assert model.head.qweight is model.embedding.qweight
 
 
-def test_quantised_layers_stay(model: Model, data: list[Tensor]) -> None:
+def test_quantized_layers_stay(model: Model, data: list[Tensor]) -> None:
     qao.quantize_(model, {"blocks.0": INT4})
     first = model.blocks[0].up
     report = qao.calibrate(model, data, INT4)

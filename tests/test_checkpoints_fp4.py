@@ -56,7 +56,7 @@ def test_reads_what_the_package_wrote(preset: str, dtype: torch.dtype, tmp_path:
     expected = decompressed(state, package_scheme(preset))
     assert torch.equal(layer.dequantize(expected.dtype), expected)
     note = opened.layers["a.b"].note
-    assert (note is None) == preset.endswith("A16") and (note is None or "activations are not quantised" in note)
+    assert (note is None) == preset.endswith("A16") and (note is None or "activations are not quantized" in note)
     assert not opened.others
 
 

@@ -87,7 +87,7 @@ HOSTILE = {
     "weight missing": ({"a.weight": None}, fp8(), "a.weight: this tensor is missing"),
     "weight float": ({"a.weight": torch.ones(256, 128)}, fp8(), "must be float8_e4m3fn"),
     "experts": ({"a.weight": e4m3(256, 128).reshape(2, 128, 128)}, fp8(), "fused experts"),
-    "no scale": ({"b.weight": e4m3(8, 8)}, fp8(), "b.weight: is part of a quantised weight"),
+    "no scale": ({"b.weight": e4m3(8, 8)}, fp8(), "b.weight: is part of a quantized weight"),
     "blocks": ({}, fp8(weight_block_size=[64, 64]), "weight_block_size"),
     "blocks text": ({}, fp8(weight_block_size="128"), "weight_block_size"),
     "static blocks": ({}, fp8(activation_scheme="static"), "activation_scheme"),

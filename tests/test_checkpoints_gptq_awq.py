@@ -119,7 +119,7 @@ def test_gptq_settings_of_single_modules(tmp_path: Path) -> None:
 def test_gptq_config_of_its_own_file(tmp_path: Path) -> None:
     weight = Weight(16, 64, 32)
     write(tmp_path, weight.gptq(), {"model_type": "llama"})
-    with pytest.raises(CheckpointError, match="a.qweight: is part of a quantised weight"):
+    with pytest.raises(CheckpointError, match="a.qweight: is part of a quantized weight"):
         open_checkpoint(tmp_path)
     (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "sym": false, "desc_act": false}')
     assert torch.equal(layer_of(open_checkpoint(tmp_path), "a").dequantize(torch.float32), weight.dequantized)

@@ -130,7 +130,7 @@ HOSTILE = {
         "PerRow or PerTensor",
     ),
     "NaN": (INT8 | {"a._weight_scale": torch.full((16, 1), float("nan"))}, header("Int8Tensor"), "NaN or Inf"),
-    "no part is known": ({"a.weight": torch.ones(2, 2)}, {"tensor_names": "[]"}, "no tensor is quantised"),
+    "no part is known": ({"a.weight": torch.ones(2, 2)}, {"tensor_names": "[]"}, "no tensor is quantized"),
 }
 
 

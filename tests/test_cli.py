@@ -172,7 +172,7 @@ def test_quantize_a_tied_embedding(tied: Path, tmp_path: Path, capsys: pytest.Ca
         capsys.readouterr()
         assert main(["quantize", str(tied), str(out), "--scheme", "int4", *options, "--quiet"]) == 0
         captured = capsys.readouterr()
-        assert ("--embeddings quantises both" in captured.out) is not bool(options)
+        assert ("--embeddings quantizes both" in captured.out) is not bool(options)
         assert "embeddings=True" not in captured.out + captured.err and captured.err == ""
         model = load(tied)
         qao.quantize_(model, qao.Int4WeightOnly(), embeddings=bool(options))
@@ -253,7 +253,7 @@ def test_inspect(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["{llama}", "{out}", "--scheme", "int4", "--device", "gpu"], 2, "no such device"),
         (["{llama}", "{out}", "--scheme", "int4", "--shard-size", "-1"], 2, "must be positive"),
         (["{llama}", "{out}", "--scheme", "int4", "--exclude", "head"], 1, "no module of the model matches 'head'"),
-        (["{llama}", "{out}", "--scheme", "int4", "--exclude", "re:.*"], 1, "no layer is to be quantised"),
+        (["{llama}", "{out}", "--scheme", "int4", "--exclude", "re:.*"], 1, "no layer is to be quantized"),
         (["{llama}", "{out}", "--scheme", "int4", "--to", "compressed-tensors"], 1, "cannot hold this"),
         (["{out}", "{out}2", "--scheme", "int4"], 1, "no such file or directory"),
         (["{llama}", "{llama}", "--scheme", "int8"], 1, "exists; choose another name"),

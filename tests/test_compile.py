@@ -72,7 +72,7 @@ def two_layers(scheme: Scheme, device: str) -> tuple[Callable[[Tensor], Tensor],
     up, down = scheme.make_weight(96, 64, device=device), scheme.make_weight(64, 96, device=device, seed=1)
     bias = randn(96, dtype=torch.float32, device=device)
 
-    def quantised(x: Tensor) -> Tensor:
+    def quantized(x: Tensor) -> Tensor:
         return scheme.mm_with_grad(torch.relu(scheme.mm_with_grad(x, up, bias)), down)
 
     def product(x: Tensor, weight: Weight) -> Tensor:
@@ -82,7 +82,7 @@ def two_layers(scheme: Scheme, device: str) -> tuple[Callable[[Tensor], Tensor],
     def plain(x: Tensor) -> Tensor:
         return product(torch.relu(product(x, up) + bias), down)
 
-    return quantised, plain
+    return quantized, plain
 
 
 def check_same(scheme: Scheme, actual: Tensor, expected: Tensor, plain: Tensor) -> None:
@@ -102,52 +102,52 @@ def check_same(scheme: Scheme, actual: Tensor, expected: Tensor, plain: Tensor) 
 @scheme_parameter
 def test_changing_m_does_not_recompile(scheme: Scheme, backend: str, device: str) -> None:
     """dynamic=True: one graph for every M ≥ 2."""
-    quantised, plain = two_layers(scheme, device)
+    quantized, plain = two_layers(scheme, device)
     counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(quantised, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(quantized, backend=counter, fullgraph=True, dynamic=True)
     for m in M_CHANGES:
         x = randn(m, 64, dtype=torch.float32, device=device, seed=m)
-        check_same(scheme, compiled(x), quantised(x), plain(x))
+        check_same(scheme, compiled(x), quantized(x), plain(x))
     assert counter.frame_count == 1
 
 
 @scheme_parameter
 def test_one_token_and_none(scheme: Scheme, device: str) -> None:
-    """torch specialises sizes 0 and 1: one graph more for each, and no further one."""
-    quantised, plain = two_layers(scheme, device)
+    """torch specializes sizes 0 and 1: one graph more for each, and no further one."""
+    quantized, plain = two_layers(scheme, device)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(quantised, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(quantized, backend=counter, fullgraph=True, dynamic=True)
     for m in (1, 2, 7, 64, 0, 1, 0, 3):
         x = randn(m, 64, dtype=torch.float32, device=device, seed=m)
         y = compiled(x)
         assert y.shape == (m, 64)
         if m:
-            check_same(scheme, y, quantised(x), plain(x))
+            check_same(scheme, y, quantized(x), plain(x))
     assert counter.frame_count <= 3
 
 
 @scheme_parameter
 def test_automatic_dynamic_compiles_twice(scheme: Scheme, device: str) -> None:
     """Without dynamic=True: the first M, then one graph for all others but 1."""
-    quantised, plain = two_layers(scheme, device)
+    quantized, plain = two_layers(scheme, device)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(quantised, backend=counter, fullgraph=True)
+    compiled = torch.compile(quantized, backend=counter, fullgraph=True)
     for m in (1, 2, 7, 64, 3, 1, 1000):
         x = randn(m, 64, dtype=torch.float32, device=device, seed=m)
-        check_same(scheme, compiled(x), quantised(x), plain(x))
+        check_same(scheme, compiled(x), quantized(x), plain(x))
     assert counter.frame_count <= 2
 
 
 @scheme_parameter
 def test_mark_dynamic(scheme: Scheme, device: str) -> None:
     """mark_dynamic raises if anything in the graph would fix M."""
-    quantised, plain = two_layers(scheme, device)
+    quantized, plain = two_layers(scheme, device)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(quantised, backend=counter, fullgraph=True)
+    compiled = torch.compile(quantized, backend=counter, fullgraph=True)
     for m in M_CHANGES:
         x = randn(m, 64, dtype=torch.float32, device=device, seed=m)
         torch._dynamo.mark_dynamic(x, 0)
-        check_same(scheme, compiled(x), quantised(x), plain(x))
+        check_same(scheme, compiled(x), quantized(x), plain(x))
     assert counter.frame_count == 1
 
 
@@ -162,16 +162,16 @@ MODES: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("mode", MODES)
 @scheme_parameter
 def test_modes(scheme: Scheme, mode: str, device: str) -> None:
-    quantised, plain = two_layers(scheme, device)
+    quantized, plain = two_layers(scheme, device)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(quantised, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(quantized, backend=counter, fullgraph=True, dynamic=True)
     with MODES[mode](device):
         for m in M_CHANGES:
             x = randn(m, 64, dtype=torch.float32, device=device, seed=m)
             y = compiled(x)
             assert y.dtype == torch.float32  # the ops keep x's dtype; casting is the layer's affair
             with torch.autocast(device, enabled=False):
-                check_same(scheme, y, quantised(x), plain(x))
+                check_same(scheme, y, quantized(x), plain(x))
     assert counter.frame_count == 1
 
 
@@ -179,12 +179,12 @@ def test_modes(scheme: Scheme, mode: str, device: str) -> None:
 @scheme_parameter
 def test_training_step(scheme: Scheme, backend: str, device: str) -> None:
     """Forward and backward in one graph each, with x dynamic."""
-    quantised, plain = two_layers(scheme, device)
+    quantized, plain = two_layers(scheme, device)
     counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(quantised, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(quantized, backend=counter, fullgraph=True, dynamic=True)
     for m in (5, 7, 64):
         x = randn(m, 64, dtype=torch.float32, device=device, seed=m).requires_grad_()
-        gradients = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, quantised, plain)]
+        gradients = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, quantized, plain)]
         check_same(scheme, *gradients)
     assert counter.frame_count == 1
 
@@ -219,11 +219,11 @@ def test_packing_compiles(device: str) -> None:
 @scheme_parameter
 def test_export(scheme: Scheme, device: str) -> None:
     """torch.export keeps the op as one node, with M dynamic."""
-    quantised, plain = two_layers(scheme, device)
+    quantized, plain = two_layers(scheme, device)
 
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return quantised(x)
+            return quantized(x)
 
     example = randn(5, 64, dtype=torch.float32, device=device)
     with torch.no_grad():
@@ -231,4 +231,4 @@ def test_export(scheme: Scheme, device: str) -> None:
     assert sum(node.target == scheme.op for node in program.graph.nodes) == 2
     for m in M_CHANGES:
         x = randn(m, 64, dtype=torch.float32, device=device, seed=m)
-        check_same(scheme, program.module()(x), quantised(x), plain(x))
+        check_same(scheme, program.module()(x), quantized(x), plain(x))

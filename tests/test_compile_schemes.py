@@ -212,7 +212,7 @@ def test_as_many_graphs_as_plain_linear_layers(dynamic: bool | None, model: Side
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
-def test_a_compiled_model_is_quantised_inside(in_place: bool, device: str) -> None:
+def test_a_compiled_model_is_quantized_inside(in_place: bool, device: str) -> None:
     """Even after it ran: the new layers are compiled at the next call."""
     model = Mlp(None).to(device)
     if in_place:
@@ -233,7 +233,7 @@ def test_a_linear_compiled_by_itself_is_left_and_says_so(inside: bool) -> None:
     """torch.compile keeps the module it was given: a replacement would never run."""
     compiled = torch.compile(nn.Linear(64, 64), backend="aot_eager")
     model = nn.Sequential(compiled) if inside else compiled
-    with pytest.warns(UserWarning, match="quantise first, then compile"):
+    with pytest.warns(UserWarning, match="quantize first, then compile"):
         (row,) = qao.quantize_(model, qao.Int8WeightOnly(), progress=False).rows
     assert row.status == "left" and isinstance(compiled._orig_mod, nn.Linear)
 

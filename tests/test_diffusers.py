@@ -82,7 +82,7 @@ def drawn(pipe: Any) -> torch.Tensor:
 
 
 @every_scheme
-def test_a_pipeline_with_a_quantised_part_is_loaded_again(kind: type[qao.Scheme], tmp_path: Path) -> None:
+def test_a_pipeline_with_a_quantized_part_is_loaded_again(kind: type[qao.Scheme], tmp_path: Path) -> None:
     torch.manual_seed(0)
     pipe = pipeline()
     pipe.save_pretrained(tmp_path / "f")
@@ -125,7 +125,7 @@ def test_the_dtype_of_a_model_is_not_that_of_its_scales(make: Callable[[], Any])
 @pytest.mark.filterwarnings("ignore:quantize_. these big weights")
 @pytest.mark.filterwarnings("ignore:The weight .* of a quantized layer was read")
 @pytest.mark.parametrize("make", [unet, flux])
-def test_fused_projections_are_those_of_the_dequantised_weights(make: Callable[[], Any]) -> None:
+def test_fused_projections_are_those_of_the_dequantized_weights(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = make()
     qao.quantize_(model, qao.Int8WeightOnly(clip_search=False), progress=False)
@@ -139,7 +139,7 @@ def test_fused_projections_are_those_of_the_dequantised_weights(make: Callable[[
     torch.testing.assert_close(run(model), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
 
 
-def test_a_model_that_is_dequantised_is_saved_as_floats(tmp_path: Path) -> None:
+def test_a_model_that_is_dequantized_is_saved_as_floats(tmp_path: Path) -> None:
     model = flux()
     qao.quantize_(model, qao.Int8WeightOnly(clip_search=False), progress=False)
     qao.dequantize_(model).save_pretrained(tmp_path)

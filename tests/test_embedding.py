@@ -117,7 +117,7 @@ def test_gradients_begin_behind_it(device: str) -> None:
         layer.requires_grad_(True)
 
 
-def test_what_cannot_be_quantised() -> None:
+def test_what_cannot_be_quantized() -> None:
     class Own(nn.Embedding):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(ids) + 1
@@ -130,7 +130,7 @@ def test_what_cannot_be_quantised() -> None:
         (nn.Embedding(N, K, sparse=True), INT4, "sparse"),
         (nn.Embedding(N, K, scale_grad_by_freq=True), INT4, "scale_grad_by_freq"),
         (hooked, INT4, "forward_hooks"),
-        (nn.Embedding(N, K), Float8WeightOnly(), "quantised to int4 or int8, and fp8 has fp8 weights"),
+        (nn.Embedding(N, K), Float8WeightOnly(), "quantized to int4 or int8, and fp8 has fp8 weights"),
         (nn.Embedding(0, K), INT4, "empty"),
     ]
     for embedding, scheme, message in cases:
@@ -175,8 +175,8 @@ def test_without_it_both_stay_and_the_report_says_so() -> None:
     report = quantize_(model, INT4)
     assert model.head.weight is model.embed.weight is weight
     rows = {row.name: (row.status, row.note) for row in report.rows}
-    assert rows["head"] == ("left", "its weight is also that of embed; embeddings=True quantises both")
-    assert rows["embed"] == ("kept", "shares its weight with head; embeddings=True quantises both")
+    assert rows["head"] == ("left", "its weight is also that of embed; embeddings=True quantizes both")
+    assert rows["embed"] == ("kept", "shares its weight with head; embeddings=True quantizes both")
     assert [row.name for row in report.problems] == ["head"] and "1 of 2 layers quantized" in str(report)
 
 
@@ -186,7 +186,7 @@ def test_without_it_both_stay_and_the_report_says_so() -> None:
         (lambda m: setattr(m.embed, "max_norm", 1.0), INT4, "it has max_norm, which rewrites rows"),
         (lambda m: m.embed.register_forward_hook(lambda *_: None), INT4, "it has forward_hooks, which would be lost"),
         (lambda m: setattr(m, "embed", torch.compile(m.embed)), INT4, "torch.compile was called on it and keeps it"),
-        (lambda m: None, Float8WeightOnly(), "embeddings are quantised to int4 or int8, and fp8 has fp8 weights"),
+        (lambda m: None, Float8WeightOnly(), "embeddings are quantized to int4 or int8, and fp8 has fp8 weights"),
     ],
 )
 def test_what_stands_against_it_is_said(change: Callable[[Model], Any], scheme: Scheme, note: str) -> None:
@@ -206,7 +206,7 @@ def test_the_linear_decides() -> None:
     report = quantize_(model, {"head": None, "re:.*": INT4}, embeddings=True)
     assert model.head.weight is model.embed.weight and isinstance(model.up, QuantLinear)
     rows = {row.name: (row.status, row.note) for row in report.rows}
-    assert rows["embed"] == ("kept", "no quantised linear layer shares its weight") and rows["head"][0] == "excluded"
+    assert rows["embed"] == ("kept", "no quantized linear layer shares its weight") and rows["head"][0] == "excluded"
     quantize_(model, {"head": SCHEMES[2]}, embeddings=True)
     assert tied(model) and model.embed.scheme == SCHEMES[2]
 

@@ -22,7 +22,7 @@ from test_models import (
     opt,
     qwen2,
     t5,
-    with_dequantised_weights,
+    with_dequantized_weights,
 )
 from torch import Tensor, nn
 
@@ -47,22 +47,22 @@ TIED = pytest.mark.parametrize(
 )
 
 
-def with_dequantised_rows(plain: nn.Module, quantised: nn.Module) -> nn.Module:
+def with_dequantized_rows(plain: nn.Module, quantized: nn.Module) -> nn.Module:
     with torch.no_grad():
-        plain.get_input_embeddings().weight.copy_(quantised.get_input_embeddings().dequantize(torch.float32))
-    return with_dequantised_weights(plain, quantised)
+        plain.get_input_embeddings().weight.copy_(quantized.get_input_embeddings().dequantize(torch.float32))
+    return with_dequantized_weights(plain, quantized)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @TIED
-def test_quantised_embeddings(build: Callable[[], nn.Module], dtype: torch.dtype, device: str) -> None:
+def test_quantized_embeddings(build: Callable[[], nn.Module], dtype: torch.dtype, device: str) -> None:
     model = make(build, device).to(dtype)
     plain = copy.deepcopy(model)
     quantize_(model, SCHEME, embeddings=True)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embed, QuantEmbedding) and isinstance(head, QuantLinear) and embed.qweight is head.qweight
     arguments = inputs(build, device)
-    with_dequantised_rows(plain.float(), model)
+    with_dequantized_rows(plain.float(), model)
     truth, same = logits(copy.deepcopy(plain).double(), arguments), logits(plain.to(dtype), arguments)
     got = logits(model, arguments)
 
@@ -73,7 +73,7 @@ def test_quantised_embeddings(build: Callable[[], nn.Module], dtype: torch.dtype
 
 
 @TIED
-def test_quantised_embeddings_are_tied_again(build: Callable[[], nn.Module], tmp_path: Any) -> None:
+def test_quantized_embeddings_are_tied_again(build: Callable[[], nn.Module], tmp_path: Any) -> None:
     """tie_weights, which loading and saving call, and what resizing does to a vocabulary that cannot be resized."""
     model = make(build, "cpu")
     quantize_(model, SCHEME, embeddings=True)
@@ -106,17 +106,17 @@ def test_a_checkpoint_whose_head_alone_has_sums_of_rows(tmp_path: Any) -> None:
     assert loaded.get_input_embeddings().qweight is loaded.get_output_embeddings().qweight
 
 
-def test_generation_with_quantised_embeddings(device: str) -> None:
+def test_generation_with_quantized_embeddings(device: str) -> None:
     model = make(llama_tied, device)
     plain = copy.deepcopy(model)
     quantize_(model, SCHEME, embeddings=True)
-    with_dequantised_rows(plain, model)
+    with_dequantized_rows(plain, model)
     prompt = inputs(llama, device)["input_ids"]
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
 
 
-def test_compile_with_quantised_embeddings(device: str) -> None:
+def test_compile_with_quantized_embeddings(device: str) -> None:
     torch._dynamo.reset()
     model = make(llama_tied, device)
     quantize_(model, SCHEME, embeddings=True)

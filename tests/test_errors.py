@@ -267,7 +267,7 @@ def test_mistakes(op: str, change: Callable[[Arguments], Arguments], what: str, 
 @pytest.mark.parametrize("value", [16, 128, 255])
 @pytest.mark.parametrize("row,column", [(0, 0), (17, 99), (N - 1, K - 1)])
 def test_values_past_15(row: int, column: int, value: int) -> None:
-    """Checked where it costs no synchronisation: on the CPU."""
+    """Checked where it costs no synchronization: on the CPU."""
     arguments = arguments_of("pack_int4", "cpu")
     arguments["q"][row, column] = value
     check_rejected("pack_int4", arguments, f"q holds {value} at row {row}, column {column}; values must be 0..15", "")
@@ -287,7 +287,7 @@ def test_different_devices(op: str, name: str) -> None:
     "op", ["int4_mm", "int8_int4_mm", "fp8_int4_mm", *BYTES, "pack_int4", "unpack_int4", "dequantize_int4"]
 )
 def test_meta_tensors_have_shapes_only(op: str) -> None:
-    """On the meta device the ops give meta results: what deferred initialisation needs."""
+    """On the meta device the ops give meta results: what deferred initialization needs."""
     arguments = arguments_of(op, "cpu")
     real = getattr(torch.ops.qao, op)(**arguments)
     meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}

@@ -99,7 +99,7 @@ def test_short_last_window_counts_by_its_tokens() -> None:
     assert compare(worse, reference).standard_error == pytest.approx(0, abs=1e-12)
 
 
-def test_quantised_model(model: Bigrams, tokens: Tensor) -> None:
+def test_quantized_model(model: Bigrams, tokens: Tensor) -> None:
     reference = perplexity(model, tokens, window=10)
     quantize_(model, Int4WeightOnly(group_size=32), progress=False)
     result = compare(perplexity(model, tokens, window=10), reference)

@@ -129,7 +129,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_models_compute_what_their_dequantised_weights_do(make: Callable[[], Any]) -> None:
+def test_models_compute_what_their_dequantized_weights_do(make: Callable[[], Any]) -> None:
     """Only weights are quantized, so the results differ only by float32 or 16-bit rounding."""
     for scheme in (qao.Int4WeightOnly(group_size=32), qao.Int8WeightOnly()):
         model = made(make)
@@ -302,7 +302,7 @@ def test_saved_models_are_the_same_bits(make: Callable[[], Any], tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore:quantize_. these big weights stay")
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_quantised_while_loading(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_quantized_while_loading(make: Callable[[], Any], tmp_path: Path) -> None:
     """The float checkpoint has one tensor an expert; they are merged, and quantized as they arrive."""
     model = made(make)
     model.save_pretrained(tmp_path)

@@ -71,7 +71,7 @@ def allowed(scheme: Any, device: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_they_compute_what_their_dequantised_weights_do(scheme: Any, device: str) -> None:
+def test_they_compute_what_their_dequantized_weights_do(scheme: Any, device: str) -> None:
     experts, _ = quantized(scheme, device)
     for tokens in (1, 9, 200):
         x, index, weights = routed(device, tokens)

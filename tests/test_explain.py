@@ -137,7 +137,7 @@ def test_conditions_on_sizes_are_sizes(device: str) -> None:
     assert "Recompiled for another size" in advice and "other reasons" not in advice
 
 
-def test_why_a_layer_is_not_quantised() -> None:
+def test_why_a_layer_is_not_quantized() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(8, 64), "head": nn.Linear(64, 8), "router": nn.Linear(64, 4)})
     model["head"].weight = model["embed"].weight
     model["plain"], model["hooked"] = nn.Linear(64, 64), nn.Linear(64, 64)
@@ -188,7 +188,7 @@ def test_a_first_reset_that_fails_is_tried_again(device: str, monkeypatch: pytes
 
 
 @torch.inference_mode()
-def test_nothing_to_say_and_nothing_quantised(device: str) -> None:
+def test_nothing_to_say_and_nothing_quantized(device: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64)).to(device)
     assert "quantize_" in " ".join(qao.explain(model, x_of(3, device), compile=False).advice)
     qao.quantize_(model, qao.Int8DynamicActivationInt8Weight(), progress=False)

@@ -189,7 +189,7 @@ def test_onnx_says_what_to_export(word: str, onnx_block: tuple[nn.Module, Tensor
     torch.export.export(model, (x,))  # others still know it
 
 
-def test_onnx_takes_the_dequantised_model(onnx_block: tuple[nn.Module, Tensor]) -> None:
+def test_onnx_takes_the_dequantized_model(onnx_block: tuple[nn.Module, Tensor]) -> None:
     reference = pytest.importorskip("onnx.reference")
     model, x = copy.deepcopy(onnx_block[0]), onnx_block[1]
     qao.quantize_(model, qao.Int4WeightOnly())

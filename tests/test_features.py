@@ -115,7 +115,7 @@ def test_vmap_over_a_weight_is_refused(scheme: Scheme, device: str) -> None:
     weight, x = scheme.make_weight(40, 70, device=device), values(5, 70, device=device)
     scales = torch.stack([weight.operands[1]] * 2)
     for op in (scheme.op, scheme.differentiable):
-        with pytest.raises(RuntimeError, match=rf"qao::{scheme.word}_mm: vmap over a quantised weight.*scales: 0"):
+        with pytest.raises(RuntimeError, match=rf"qao::{scheme.word}_mm: vmap over a quantized weight.*scales: 0"):
             torch.vmap(lambda s, op=op: op(x, weight.operands[0], s, None, *weight.arguments))(scales)
 
 
@@ -143,7 +143,7 @@ def test_torch_func_in_a_compiled_function(device: str) -> None:
     same(torch.compile(gradient, backend="aot_eager")(x), 2 * layer(x) @ dense)
     same(torch.compile(tangent, backend="aot_eager")(x), x @ dense.T)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="no graph can hold torch.func or forward-mode around a quantised layer"):
+    with pytest.raises(Exception, match="no graph can hold torch.func or forward-mode around a quantized layer"):
         torch.compile(tangent, backend="aot_eager", fullgraph=True)(x)
 
 

@@ -67,7 +67,7 @@ def test_unpack_is_the_inverse_of_pack(n: int, k: int, fmt: Fp4Format, device: s
 
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dequantising_is_exact(fmt: Fp4Format, dtype: torch.dtype, device: str) -> None:
+def test_dequantizing_is_exact(fmt: Fp4Format, dtype: torch.dtype, device: str) -> None:
     """One rounding of scale / divisor and one of the product, in float32, and one to the dtype."""
     n, k = 40, 200
     parts = FP4.parts(n, k, fmt, device)
@@ -258,7 +258,7 @@ def test_weights_that_are_not_finite_are_refused(scheme: Fp4WeightOnly, bad: flo
 
 
 @every_scheme
-def test_a_model_is_quantised_saved_and_loaded(scheme: Fp4WeightOnly, tmp_path: Path) -> None:
+def test_a_model_is_quantized_saved_and_loaded(scheme: Fp4WeightOnly, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
 
     def make() -> nn.Sequential:
@@ -280,7 +280,7 @@ def test_a_model_is_quantised_saved_and_loaded(scheme: Fp4WeightOnly, tmp_path: 
 
 @every_scheme
 def test_embeddings_and_experts_say_that_they_cannot(scheme: Fp4WeightOnly) -> None:
-    with pytest.raises(ValueError, match="embeddings are quantised to int4 or int8, and fp4 has fp4 weights"):
+    with pytest.raises(ValueError, match="embeddings are quantized to int4 or int8, and fp4 has fp4 weights"):
         qao.QuantEmbedding.from_embedding(nn.Embedding(8, 64), scheme)
 
 

@@ -317,7 +317,7 @@ def test_methods_that_are_not_read(settings: dict[str, Any], message: str, tmp_p
 
 def test_integers_that_no_config_explains(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.zeros(64, 64, dtype=torch.uint8)}
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: a\.weight: is part of a quantised weight"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: a\.weight: is part of a quantized weight"):
         open_checkpoint(written(tmp_path, tensors, {}))
 
 

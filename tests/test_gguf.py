@@ -186,7 +186,7 @@ def test_linear_layers(kind: str, tmp_path: Path) -> None:
             assert (weight - expected).abs().max() <= 2.0**-22 * expected.abs().max() and layer.note is None
         else:
             step = expected.abs().amax(1, keepdim=True) / 127
-            assert ((weight - expected).abs() <= 0.501 * step).all() and "requantised" in str(layer.note)
+            assert ((weight - expected).abs() <= 0.501 * step).all() and "requantized" in str(layer.note)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
@@ -237,7 +237,7 @@ def test_formats_without_a_kernel(dequantize: bool, tmp_path: Path) -> None:
     """Read as the package gguf reads them, and listed."""
     path = write(tmp_path / "model.gguf", float_model("llama"), "Q6_K")
     checkpoint = GgufCheckpoint(path, dequantize=dequantize)
-    assert not checkpoint.layers and checkpoint.notes == ("dequantised to float32, to be quantised anew: 2 of Q6_K",)
+    assert not checkpoint.layers and checkpoint.notes == ("dequantized to float32, to be quantized anew: 2 of Q6_K",)
     assert checkpoint.float_linears == {"Q6_K": 2} and not checkpoint.rounded
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(checkpoint.tensor(name), stored(path)["blk.1.ffn_down.weight"])

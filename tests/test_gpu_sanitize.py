@@ -21,7 +21,7 @@ def hazard(tile: str, write: int, read: int) -> list[str]:
     ]
 
 
-def uninitialised(kernel: str) -> list[str]:
+def uninitialized(kernel: str) -> list[str]:
     return [
         "tests/test_mm.py::test_two ========= Uninitialized __global__ memory read of size 2 bytes",
         f"=========     at {kernel}+0x870",
@@ -36,8 +36,8 @@ def uninitialised(kernel: str) -> list[str]:
         ("racecheck", hazard(SLICES, 66, 168), 0, 1),  # of two slices, which meet at __syncthreads
         ("racecheck", hazard(SLICES, 66, 100), 1, 0),  # of one
         ("racecheck", hazard("(int)1, (int)1, (int)8, (int)2, (int)1, (int)3, (int)1", 2, 40), 1, 0),
-        ("initcheck", uninitialised("void at::native::unrolled_elementwise_kernel<int>(int)"), 0, 1),
-        ("initcheck", uninitialised("void qao::quantize::rows_kernel(qao::quantize::Params)"), 1, 0),
+        ("initcheck", uninitialized("void at::native::unrolled_elementwise_kernel<int>(int)"), 0, 1),
+        ("initcheck", uninitialized("void qao::quantize::rows_kernel(qao::quantize::Params)"), 1, 0),
         ("memcheck", ["tests/test_mm.py::test_three PASSED", "========= ERROR SUMMARY: 0 errors"], 0, 0),
         ("memcheck", ["========= Something new", "========= ERROR SUMMARY: 3 errors"], 3, 0),
         ("synccheck", ["tests/test_mm.py::test_four Fatal Python error: Aborted"], 1, 0),

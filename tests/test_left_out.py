@@ -160,7 +160,7 @@ def test_a_linear_that_owns_more_than_weight_and_bias_is_left(kind: type[nn.Line
     }
 
 
-def test_a_bias_that_is_computed_is_no_bias_of_a_quantised_layer() -> None:
+def test_a_bias_that_is_computed_is_no_bias_of_a_quantized_layer() -> None:
     model = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
     nn.utils.parametrize.register_parametrization(model[0], "bias", nn.ReLU())
     prune.l1_unstructured(model[1], "bias", 0.5)
@@ -222,7 +222,7 @@ def test_the_router_of_jetmoe_stays() -> None:
         (lambda name, module: SCHEME, SPARED),
     ],
 )
-def test_routers_and_single_outputs_are_quantised_where_they_are_meant(scheme: Any, named: set[str]) -> None:
+def test_routers_and_single_outputs_are_quantized_where_they_are_meant(scheme: Any, named: set[str]) -> None:
     model = Moe()
     report = quantize_(model, scheme, strict=True)
     assert quantized(model).keys() == DENSE | named
@@ -249,7 +249,7 @@ def test_the_class_around_a_layer_may_say_that_it_routes() -> None:
     assert {row.name for row in report.rows if row.status == "excluded"} == {"mixer.layer", "mixer.weight"}
 
 
-def test_a_checkpoint_with_a_quantised_router_still_loads(tmp_path: Any) -> None:
+def test_a_checkpoint_with_a_quantized_router_still_loads(tmp_path: Any) -> None:
     model = Moe()
     quantize_(model, lambda name, module: SCHEME)
     qao.save(model, tmp_path / "model.safetensors")
@@ -304,7 +304,7 @@ def test_sharded_layers_are_called_so(one_process: Any) -> None:
     assert set(quantized(model)) == {"blocks.1.up", "blocks.1.down"}
 
 
-def test_quantised_layers_can_be_sharded(one_process: Any) -> None:
+def test_quantized_layers_can_be_sharded(one_process: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model, tokens = Model(), torch.arange(5)

@@ -76,7 +76,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @every_scheme
-def test_forward_is_linear_on_the_dequantised_weight(
+def test_forward_is_linear_on_the_dequantized_weight(
     scheme: qao.Scheme, bias: bool, dtype: torch.dtype, device: str
 ) -> None:
     layer = make(50, 200, bias=bias, device=device, dtype=dtype, scheme=scheme)
@@ -92,7 +92,7 @@ def test_forward_is_linear_on_the_dequantised_weight(
 
 
 @every_scheme
-def test_dequantised_weight_is_near_the_original(scheme: qao.Scheme, device: str) -> None:
+def test_dequantized_weight_is_near_the_original(scheme: qao.Scheme, device: str) -> None:
     linear = nn.Linear(256, 64, device=device)
     layer = QuantLinear.from_linear(linear, scheme)
     expected = scheme.quantize(linear.weight).relative_error
@@ -364,7 +364,7 @@ def test_a_checkpoint_of_another_shape_or_of_floats() -> None:
     layer = make()
     with pytest.raises(RuntimeError, match=r"holds a weight \[17, 96\], and this .* has a weight \[40, 96\]"):
         layer.load_state_dict(make(17, 96).state_dict())
-    with pytest.raises(RuntimeError, match=r"weight: the checkpoint holds float32\[40, 96\].*before quantising"):
+    with pytest.raises(RuntimeError, match=r"weight: the checkpoint holds float32\[40, 96\].*before quantizing"):
         layer.load_state_dict(nn.Linear(96, 40).state_dict(), strict=False)
 
 
@@ -524,7 +524,7 @@ def offloaded() -> nn.Linear:
 )
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_from_linear_refuses(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"QuantLinear: proj cannot be quantised: {message}"):
+    with pytest.raises(ValueError, match=f"QuantLinear: proj cannot be quantized: {message}"):
         QuantLinear.from_linear(build(), SCHEME, name="proj")
 
 

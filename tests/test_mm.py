@@ -63,7 +63,7 @@ def test_medium_size(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) 
 
 @every_kind
 @every_scheme
-def test_error_of_quantising_x(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) -> None:
+def test_error_of_quantizing_x(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) -> None:
     """End to end, against x itself: no further off than a step of its quantization allows, by definition."""
     for fmt in scheme.formats[:: -(-len(scheme.formats) // 5)]:
         weight = scheme.make_weight(33, 300, fmt, device)

@@ -172,10 +172,10 @@ def make(build: Callable[[], nn.Module], device: str) -> nn.Module:
     return build().eval().to(device)
 
 
-def with_dequantised_weights(plain: nn.Module, quantised: nn.Module) -> nn.Module:
+def with_dequantized_weights(plain: nn.Module, quantized: nn.Module) -> nn.Module:
     """``plain`` with the weights that the layers of ``quantized`` multiply with."""
     with torch.no_grad():
-        for name, layer in quantised.named_modules():
+        for name, layer in quantized.named_modules():
             if isinstance(layer, QuantLinear):
                 linear = plain.get_submodule(name)
                 weight = layer.dequantize(torch.float32)
@@ -220,7 +220,7 @@ def test_logits(build: Callable[[], nn.Module], layers: int, device: str) -> Non
     report = quantize_(model, SCHEME)
     assert sum(row.status == "quantized" for row in report.rows) == layers
     arguments = inputs(build, device)
-    with_dequantised_weights(plain, model)
+    with_dequantized_weights(plain, model)
     got, same = logits(model, arguments), logits(plain, arguments)
     truth = logits(plain.double(), as_double(arguments))
 
@@ -240,7 +240,7 @@ def test_logits_in_16_bits(scheme: Scheme, build: Callable[[], nn.Module], dtype
     plain = copy.deepcopy(model)
     quantize_(model, scheme)
     arguments = inputs(build, device)
-    with_dequantised_weights(plain.float(), model)
+    with_dequantized_weights(plain.float(), model)
     truth, same = logits(copy.deepcopy(plain).double(), arguments), logits(plain.to(dtype), arguments)
     got = logits(model, arguments)
     assert got.dtype == same.dtype == dtype
@@ -267,7 +267,7 @@ def test_activations_in_eight_bits(
     report = quantize_(model, scheme)
     assert any(row.status == "quantized" for row in report.rows)
     arguments = {n: v.to(dtype) if v.is_floating_point() else v for n, v in inputs(build, device).items()}
-    with_dequantised_weights(plain, model)
+    with_dequantized_weights(plain, model)
     got, expected = logits(model, arguments), logits(plain, arguments)
     assert got.dtype == dtype and got.isfinite().all()
     assert (got - expected).double().norm() <= expected.double().norm() / 3
@@ -292,7 +292,7 @@ def test_tied_embeddings_stay_tied(build: Callable[[], nn.Module]) -> None:
     assert any(isinstance(module, QuantLinear) for module in model.modules())
 
 
-def test_experts_are_quantised(device: str) -> None:
+def test_experts_are_quantized(device: str) -> None:
     """Version 4 of transformers has them in modules of linear layers, version 5 fused (test_experts.py)."""
     assert quantize_(make(mixtral, device), SCHEME).coverage > 0.8
 
@@ -339,7 +339,7 @@ def test_the_dtype_of_a_model_is_not_that_of_its_scales(build: Callable[[], nn.M
 
 
 @pytest.mark.parametrize("build", [gpt2, t5, falcon], ids=lambda build: build.__name__)
-def test_a_model_that_is_dequantised_is_saved_as_floats(build: Callable[[], nn.Module], tmp_path: Any) -> None:
+def test_a_model_that_is_dequantized_is_saved_as_floats(build: Callable[[], nn.Module], tmp_path: Any) -> None:
     """Conv1D of GPT-2 has its weight transposed, and a square one would load without a word."""
     model = make(build, "cpu")
     names = {name: type(module) for name, module in model.named_modules() if not name.endswith("lm_head")}
@@ -357,16 +357,16 @@ def test_a_model_that_is_dequantised_is_saved_as_floats(build: Callable[[], nn.M
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
-def test_a_quantised_falcon_is_loaded_again(tmp_path: Any) -> None:
+def test_a_quantized_falcon_is_loaded_again(tmp_path: Any) -> None:
     """Not as compressed-tensors: its loader matches layers by the class name Linear."""
     model = make(falcon, "cpu")
     model.save_pretrained(tmp_path / "float")
     expected = type(model).from_pretrained(tmp_path / "float").eval()
     quantize_(expected, SCHEME)
-    expected.save_pretrained(tmp_path / "quantised")
+    expected.save_pretrained(tmp_path / "quantized")
     config = QaoConfig(SCHEME)
     while_loading = type(model).from_pretrained(tmp_path / "float", quantization_config=config).eval()
-    again = type(model).from_pretrained(tmp_path / "quantised").eval()
+    again = type(model).from_pretrained(tmp_path / "quantized").eval()
     arguments = inputs(falcon, "cpu")
     for loaded in (while_loading, again):
         assert sum(isinstance(module, QuantLinear) for module in loaded.modules()) == 2 * 4
@@ -378,7 +378,7 @@ def test_generation(device: str) -> None:
     model = make(llama, device)
     plain = copy.deepcopy(model)
     quantize_(model, SCHEME)
-    with_dequantised_weights(plain, model)
+    with_dequantized_weights(plain, model)
     prompt = inputs(llama, device)["input_ids"]
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))

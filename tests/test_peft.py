@@ -214,22 +214,22 @@ def test_an_init_that_changes_the_base_weight_is_refused(init: str) -> None:
     assert_same(before, base_state(model))
 
 
-def test_modules_to_save_of_a_quantised_layer_is_refused() -> None:
-    with pytest.raises(TypeError, match="modules_to_save names a quantised layer"):
+def test_modules_to_save_of_a_quantized_layer_is_refused() -> None:
+    with pytest.raises(TypeError, match="modules_to_save names a quantized layer"):
         adapted(llama(), modules_to_save=["lm_head"])
     model = llama()
     model.lm_head = nn.Linear(64, 64)
     assert train(adapted(model, modules_to_save=["lm_head"]))[-1] < 3.5
 
 
-def test_a_conv1d_of_gpt2_that_was_quantised() -> None:
+def test_a_conv1d_of_gpt2_that_was_quantized() -> None:
     config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64, n_positions=32)
     model = transformers.GPT2LMHeadModel(config)
     quantize_(model, {"re:.*c_attn": qao.Int8WeightOnly()}, progress=False)
     model = adapted(model, target_modules=["c_attn"], fan_in_fan_out=True)
     assert train(model)[-1] < 4.2
     unmerged = logits(model)
-    with pytest.warns(UserWarning, match="Merging quantises"):
+    with pytest.warns(UserWarning, match="Merging quantizes"):
         model.merge_adapter()
     torch.testing.assert_close(logits(model), unmerged, rtol=0, atol=0.05)
 
@@ -262,12 +262,12 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("scheme", KINDS.values(), ids=KINDS)
-def test_merge_quantises_again_and_unmerge_is_exact(scheme: qao.Scheme) -> None:
+def test_merge_quantizes_again_and_unmerge_is_exact(scheme: qao.Scheme) -> None:
     model = adapted(llama(scheme))
     train(model)
     before, unmerged, wanted = base_state(model), logits(model), merged_weights(model)
     with pytest.warns(
-        UserWarning, match=r"Merging quantises the weights again\. Their relative error is about 0\.\d+,"
+        UserWarning, match=r"Merging quantizes the weights again\. Their relative error is about 0\.\d+,"
     ):
         model.merge_adapter()
     for name, weight in wanted.items():

@@ -27,7 +27,7 @@ LEFT = {
     r"\bthe same of\b": 0,
     r"\bspared\b": 11,
     r"\btold\b": 79,
-    r"quantis": 367,
+    r"quantis": 25,
 }
 
 

@@ -60,7 +60,7 @@ def notes(report: Report) -> dict[str, str | None]:
 # ---- replacing -------------------------------------------------------------------------------------------------------
 
 
-def test_every_linear_is_replaced_and_the_model_computes_with_the_dequantised_weights(device: str) -> None:
+def test_every_linear_is_replaced_and_the_model_computes_with_the_dequantized_weights(device: str) -> None:
     model = Model().to(device).eval()
     plain = copy.deepcopy(model)
     report = quantize_(model, SCHEME)
@@ -91,14 +91,14 @@ def test_another_scheme_for_a_quantized_model_is_never_silent(recwarn: pytest.Wa
     model = Model()
     quantize_(model, {"blocks": SCHEME})
     state = {name: t.clone() for name, t in model.blocks.state_dict().items()}
-    with pytest.warns(UserWarning, match=r"keep their scheme:\n  blocks\.0\.up: .*asked for as int8, and quantised"):
+    with pytest.warns(UserWarning, match=r"keep their scheme:\n  blocks\.0\.up: .*asked for as int8, and quantized"):
         report = quantize_(model, qao.Int8WeightOnly())
     rows = {row.name: row for row in report.rows}
     assert rows["head"].status == "quantized" and rows["head"].note is None
     assert rows["blocks.0.up"].status == "already quantized" and rows["blocks.0.up"].scheme == str(SCHEME)
     assert "asked for as int8" in (rows["blocks.0.up"].note or "") and "asked for as int8" in str(report)
     for scheme in (qao.Int4WeightOnly(256), {"blocks": qao.Int8WeightOnly()}, lambda name, module: COARSE):
-        with pytest.raises(ValueError, match="quantised already keep their scheme.*(?s:.)*dequantize_"):
+        with pytest.raises(ValueError, match="quantized already keep their scheme.*(?s:.)*dequantize_"):
             quantize_(model, scheme)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.blocks.state_dict().items())
     recwarn.clear()
@@ -119,7 +119,7 @@ def test_again_changes_nothing() -> None:
     assert second.bytes_before == second.bytes_after == first.bytes_after
 
 
-def test_the_state_dict_loads_into_a_model_quantised_alike() -> None:
+def test_the_state_dict_loads_into_a_model_quantized_alike() -> None:
     model, other = Model(), Model()
     quantize_(model, SCHEME)
     with torch.device("meta"):
@@ -137,7 +137,7 @@ def test_meta_reports_no_error_and_refuses_a_device() -> None:
     with torch.device("meta"):
         model, other = Model(), Model()
     assert {row.relative_error for row in quantize_(model, SCHEME).rows} == {None}
-    with pytest.raises(ValueError, match=r"embed is on meta and has no data to quantise on cpu"):
+    with pytest.raises(ValueError, match=r"embed is on meta and has no data to quantize on cpu"):
         quantize_(other, SCHEME, device="cpu")
     assert not quantized(other)
 
@@ -286,7 +286,7 @@ def test_a_layer_in_a_plain_list_is_replaced_there_too() -> None:
     assert type(held.first) is nn.Linear and held.layers[1] is torch.relu and held.by_name["other"] == 1
 
 
-def test_tied_linears_share_their_quantised_weight() -> None:
+def test_tied_linears_share_their_quantized_weight() -> None:
     model = Model()
     model.blocks[1].up.weight = model.blocks[0].up.weight
     report = quantize_(model, SCHEME)
@@ -323,7 +323,7 @@ def test_a_head_tied_to_the_embedding_is_left() -> None:
     model.head.weight = model.embed.weight
     report = quantize_(model, SCHEME)
     assert len(quantized(model)) == 4 and model.head.weight is model.embed.weight
-    assert notes(report) == {"head": "its weight is also that of embed; embeddings=True quantises both"}
+    assert notes(report) == {"head": "its weight is also that of embed; embeddings=True quantizes both"}
 
 
 # ---- weights that are read -------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class Swin(nn.Module):
 @pytest.mark.filterwarnings("ignore:The weight .* of a quantized layer was read")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Eva, Swin])
-def test_modules_that_read_a_weight_read_the_dequantised_one(
+def test_modules_that_read_a_weight_read_the_dequantized_one(
     kind: type[nn.Module], dtype: torch.dtype, device: str
 ) -> None:
     model = kind().to(device, dtype)

@@ -146,7 +146,7 @@ def test_zeros(x_dtype: torch.dtype, k: int, device: str) -> None:
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")))
 @pytest.mark.parametrize("k", (1, 9, 264, 5000))
 def test_nonfinite_rows(k: int, value: float, device: str) -> None:
-    """A row with NaN or infinity gets the scale NaN and q = 0; its neighbours do not notice."""
+    """A row with NaN or infinity gets the scale NaN and q = 0; its neighbors are not affected."""
     x = randn(4, k, dtype=torch.float32, device=device)
     x[1, k // 2], x[2, k - 1] = value, value
     for symmetric in (True, False):

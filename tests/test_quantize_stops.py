@@ -93,7 +93,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("build,reason", LEFT.values(), ids=LEFT)
-def test_a_layer_that_cannot_be_quantised_is_left_and_the_others_are_not(build: Any, reason: str) -> None:
+def test_a_layer_that_cannot_be_quantized_is_left_and_the_others_are_not(build: Any, reason: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), build(), nn.Linear(64, 64))
     odd = model[1]
     with pytest.raises(ValueError, match=rf"strict(?s:.*)1 .*: {reason}"):
@@ -106,7 +106,7 @@ def test_a_layer_that_cannot_be_quantised_is_left_and_the_others_are_not(build: 
         QuantLinear.from_linear(odd, SCHEME)
 
 
-def test_a_weight_that_overlaps_itself_is_quantised_as_its_values() -> None:
+def test_a_weight_that_overlaps_itself_is_quantized_as_its_values() -> None:
     row = torch.randn(1, 64)
     model, plain = (nn.Sequential(with_weight(row.expand(48, 64))()) for _ in range(2))
     plain[0].weight = nn.Parameter(row.repeat(48, 1))
@@ -126,7 +126,7 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize("scheme,value,dtype", TOO_LARGE)
-def test_a_late_weight_that_cannot_be_quantised_changes_nothing(
+def test_a_late_weight_that_cannot_be_quantized_changes_nothing(
     scheme: qao.Scheme, value: float, dtype: torch.dtype, device: str
 ) -> None:
     model = Tied().to(dtype).to(device)
@@ -141,7 +141,7 @@ def test_a_late_weight_that_cannot_be_quantised_changes_nothing(
     assert isinstance(model.layers[1], QuantLinear)
 
 
-def test_large_weights_that_do_fit_are_quantised() -> None:
+def test_large_weights_that_do_fit_are_quantized() -> None:
     """Near the limit of the scales, where the check has to try."""
     model = nn.Sequential(nn.Linear(64, 64).half())
     model[0].weight.data.fill_(65504)[:, ::2] = -65504
@@ -199,7 +199,7 @@ def test_quantize_stops_between_layers_and_goes_on(
     monkeypatch.setattr(
         qao.quantization.quantize, "pack_weight", Stops(qao.quantization.quantize.pack_weight, number, error)
     )
-    with pytest.warns(UserWarning, match=rf"{type(error).__name__} in \S+: {number - 1} of 5 layers are quantised"):
+    with pytest.warns(UserWarning, match=rf"{type(error).__name__} in \S+: {number - 1} of 5 layers are quantized"):
         with pytest.raises(type(error)) as caught:
             quantize_(model, SCHEME, embeddings=True, progress=False)
     assert caught.value is error

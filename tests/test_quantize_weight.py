@@ -279,7 +279,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_weight_is_quantised_by_few_calls() -> None:
+def test_a_weight_is_quantized_by_few_calls() -> None:
     """A call of torch over more than it gives one thread is a parallel region, which waits for every thread's core."""
     weight = random_weight(2048, 512, torch.bfloat16)
     for quantize in (

@@ -216,7 +216,7 @@ def test_a_grid_comes_back_exactly(group_size: int, k: int, device: str) -> None
 
 
 @symmetric_or_not
-def test_short_last_group_is_quantised_by_itself(symmetric: bool, device: str) -> None:
+def test_short_last_group_is_quantized_by_itself(symmetric: bool, device: str) -> None:
     weight = random_weight(8, 100, device)
     importance = torch.rand(100, generator=torch.Generator().manual_seed(0))
     whole, first, last = (

@@ -358,8 +358,8 @@ def test_calibrate(method: str, scheme: Any, device: str) -> None:
     report = qao.calibrate(tuned, data, scheme, method=method, progress=False)
     assert tuned[1].scheme == nearest[1].scheme and tuned[1].scheme.rotation
 
-    def error(quantised: nn.Module) -> float:
-        return sum((quantised(x) - model(x)).norm().item() for x in data)
+    def error(quantized: nn.Module) -> float:
+        return sum((quantized(x) - model(x)).norm().item() for x in data)
 
     assert error(tuned) < error(nearest) * 1.05
     weight_error = (tuned[1].dequantize(torch.float32) - model[1].weight).norm() / model[1].weight.norm()

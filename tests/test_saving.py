@@ -192,7 +192,7 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert file.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def quantised(path: Path) -> nn.Module:
+def quantized(path: Path) -> nn.Module:
     model = support.plain_model()
     qao.quantize_(model, qao.Int4WeightOnly())
     qao.save(model, path)
@@ -208,12 +208,12 @@ def quantised(path: Path) -> nn.Module:
             lambda: nn.Sequential(nn.Linear(96, 40, bias=False), nn.ReLU(), nn.Linear(40, 24, bias=False)),
             "unexpected: 0",
         ),
-        (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU()), "2: the checkpoint has a quantised layer.*no module"),
+        (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU()), "2: the checkpoint has a quantized layer.*no module"),
         (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.ReLU()), "2: .*the model a ReLU"),
     ],
 )
 def test_another_model_is_refused_and_unchanged(tmp_path: Path, make: Callable[[], nn.Module], message: str) -> None:
-    quantised(tmp_path / "x.safetensors")
+    quantized(tmp_path / "x.safetensors")
     model = make()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
@@ -225,7 +225,7 @@ def test_another_model_is_refused_and_unchanged(tmp_path: Path, make: Callable[[
 def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weight is on meta"):
         qao.save(nn.Linear(2, 2, device="meta"), tmp_path / "x.safetensors")
-    quantised(tmp_path)
+    quantized(tmp_path)
     with pytest.raises(TypeError, match="no config.json"):
         qao.load(tmp_path)
     with pytest.raises(TypeError, match="dtype are of models"):
@@ -245,7 +245,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
 
 
 def test_another_scheme_in_the_module_gives_way(tmp_path: Path) -> None:
-    model = quantised(tmp_path)
+    model = quantized(tmp_path)
     other = support.plain_model()
     qao.quantize_(other, qao.Float8WeightOnly())
     qao.load(tmp_path, other)

@@ -82,7 +82,7 @@ def test_a_cpu_rounds_alike_in_both_ways(dtype: torch.dtype, scheme: Scheme, fmt
 
 @every_format
 @pytest.mark.parametrize("m", range(1, 9))
-def test_few_tokens_are_quantised_alike(m: int, scheme: Scheme, fmt: Format, device: str) -> None:
+def test_few_tokens_are_quantized_alike(m: int, scheme: Scheme, fmt: Format, device: str) -> None:
     """On a GPU the product quantizes few tokens itself. Sums of int8 are exact here, so a single other q would show."""
     for i, k in enumerate((8, 31, 129, 300, 1000, 1024)):
         x = randn(m, k, dtype=DTYPES[i % 3], device=device, seed=k)
@@ -111,7 +111,7 @@ def test_few_tokens_are_quantised_alike(m: int, scheme: Scheme, fmt: Format, dev
 
 
 @every_format
-def test_views_of_quantised_activations(scheme: Scheme, fmt: Format, device: str) -> None:
+def test_views_of_quantized_activations(scheme: Scheme, fmt: Format, device: str) -> None:
     """Rows at any distance and address, in memory that ends behind the last."""
     for m, k in ((1, 77), (5, 128), (40, 65)):
         x = randn(m, k, dtype=torch.bfloat16, device=device)

@@ -186,7 +186,7 @@ def test_scales_of_any_float_dtype(scale_dtype: torch.dtype, device: str) -> Non
 
 
 @pytest.mark.parametrize("config", ALL)
-def test_quantising_and_packing_agree(config: type[qao.Scheme], device: str) -> None:
+def test_quantizing_and_packing_agree(config: type[qao.Scheme], device: str) -> None:
     """from_quantized on the quantizer's own numbers gives the layer that from_linear gives."""
     linear, scheme = nn.Linear(200, 48, device=device), config()
     made = QuantLinear.from_linear(linear, scheme)

@@ -118,7 +118,7 @@ def test_the_model_is_as_it_was_when_it_fails(model: Model, tokens: Tensor) -> N
 
 
 def test_errors(model: Model, tokens: Tensor) -> None:
-    with pytest.raises(ValueError, match="quantises no layer"):
+    with pytest.raises(ValueError, match="quantizes no layer"):
         sensitivity.by_layer(model, tokens, {"embedding": SCHEME}, progress=False)
     with pytest.raises(ValueError, match="training mode"):
         sensitivity.by_layer(model.train(), tokens, SCHEME)

@@ -25,7 +25,7 @@ def asked(*blocks: int) -> Served:
 
 
 def test_layers_that_nobody_asked_about() -> None:
-    with pytest.warns(UserWarning, match="An engine has made no quantised layer for 1 quantised ones, such as lm_head"):
+    with pytest.warns(UserWarning, match="An engine has made no quantized layer for 1 quantized ones, such as lm_head"):
         asked(0, 1).tell_unasked()
 
 
@@ -40,7 +40,7 @@ def test_blocks_of_other_processes(blocks: tuple[int, ...]) -> None:
 def test_a_layer_within_a_block_of_this_process() -> None:
     served = asked(0)
     served.layers["model.layers.0.mlp.router"] = SCHEME
-    with pytest.warns(UserWarning, match="for 1 quantised ones, such as model.layers.0.mlp.router"):
+    with pytest.warns(UserWarning, match="for 1 quantized ones, such as model.layers.0.mlp.router"):
         served.tell_unasked()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

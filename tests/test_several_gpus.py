@@ -60,7 +60,7 @@ def test_a_layer_moves_and_runs_on_streams_of_another_gpu(scheme: qao.Scheme) ->
     first = qao.QuantLinear.from_linear(layer, scheme)
     with torch.cuda.device(0):
         second = copy.deepcopy(first).to("cuda:1")
-        quantised_there = qao.QuantLinear.from_linear(layer.to("cuda:1"), scheme)
+        quantized_there = qao.QuantLinear.from_linear(layer.to("cuda:1"), scheme)
         stream = torch.cuda.Stream("cuda:1")
         for _ in range(20):
             x = torch.randn(16, 512, device="cuda:0", dtype=torch.bfloat16)
@@ -73,7 +73,7 @@ def test_a_layer_moves_and_runs_on_streams_of_another_gpu(scheme: qao.Scheme) ->
             assert torch.cuda.current_device() == 0
             torch.cuda.current_stream(0).wait_stream(stream)
             assert torch.equal(y.to("cuda:0"), expected)
-        assert torch.equal(quantised_there.qweight.cpu(), first.qweight.cpu())
+        assert torch.equal(quantized_there.qweight.cpu(), first.qweight.cpu())
 
 
 def test_every_product_is_here() -> None:

@@ -53,7 +53,7 @@ def test_values(
 @pytest.mark.parametrize("dtype", (torch.int8, FP8), ids=str)
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", WIDTHS, ids=str)
-def test_quantised(
+def test_quantized(
     shape: tuple[int, int],
     x_dtype: torch.dtype,
     dtype: torch.dtype,

@@ -83,7 +83,7 @@ def test_which_layers(floats: Path) -> None:
     assert found == expected
     with pytest.raises(ValueError, match="no module of the model matches 'lm_heat'"):
         load(floats, qao.QaoConfig(qao.Int8WeightOnly(), modules_to_not_convert=["lm_heat"]))
-    with pytest.raises(ValueError, match="say how to quantise it"):
+    with pytest.raises(ValueError, match="say how to quantize it"):
         load(floats, qao.QaoConfig())
 
 
@@ -130,7 +130,7 @@ def test_without_and_with_a_head(floats: Path, tmp_path: Path) -> None:
             assert torch.equal(bare(support.IDS).last_hidden_state, hidden)
 
 
-def test_a_part_that_was_quantised_is_an_error_on_plain_reload(floats: Path, tmp_path: Path) -> None:
+def test_a_part_that_was_quantized_is_an_error_on_plain_reload(floats: Path, tmp_path: Path) -> None:
     model = load(floats)
     qao.quantize_(model.model.layers[0].mlp, qao.Int4WeightOnly())
     model.save_pretrained(tmp_path)
@@ -153,7 +153,7 @@ def test_other_architectures(name: str, tmp_path: Path) -> None:
     if name == "GPT2":  # Conv1D, tied
         config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=32)
         kind: Any = transformers.GPT2LMHeadModel
-    elif name == "CLIPVision":  # its initialisation reaches for weights of children
+    elif name == "CLIPVision":  # its initialization reaches for weights of children
         sizes = {"hidden_size": 64, "intermediate_size": 128, "image_size": 32, "patch_size": 16}
         config = transformers.CLIPVisionConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
         kind = transformers.CLIPVisionModel
@@ -290,7 +290,7 @@ def test_a_model_without_linear_layers_is_saved_as_it_is(tmp_path: Path) -> None
     sizes = {"embedding_size": 16, "hidden_sizes": [16] * 4, "depths": [1] * 4, "groups_width": 8}
     kind = transformers.RegNetModel
     kind(transformers.RegNetConfig(**sizes)).save_pretrained(tmp_path / "f")
-    with pytest.warns(UserWarning, match="no layer was quantised"):
+    with pytest.warns(UserWarning, match="no layer was quantized"):
         model = kind.from_pretrained(tmp_path / "f", quantization_config=qao.QaoConfig(qao.Int8WeightOnly()))
     model.save_pretrained(tmp_path / "q")
     assert "quantization_config" not in json.loads((tmp_path / "q" / "config.json").read_text())
@@ -356,9 +356,9 @@ def native(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_from_pretrained_refuses(floats: Path, native: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not quantised. Give a scheme"):
+    with pytest.raises(ValueError, match="is not quantized. Give a scheme"):
         qao.from_pretrained(floats)
-    with pytest.raises(ValueError, match=r"is quantised already \(qao\)"):
+    with pytest.raises(ValueError, match=r"is quantized already \(qao\)"):
         qao.from_pretrained(native, scheme=qao.Int8WeightOnly())
     with pytest.raises(ValueError, match="device or device_map"):
         qao.from_pretrained(native, device="cpu", device_map="auto")
@@ -385,7 +385,7 @@ def test_experts_that_the_model_holds_in_one_tensor(native: Path, tmp_path: Path
     path = rewritten(native, tmp_path / "x", rename)
     config = path / "config.json"
     config.write_text(config.read_text().replace("layers.0.mlp.up_proj", "layers.0.mlp.experts.0.up_proj"))
-    with pytest.raises(ValueError, match="experts.0.up_proj: .* quantised experts one by one"):
+    with pytest.raises(ValueError, match="experts.0.up_proj: .* quantized experts one by one"):
         qao.from_pretrained(path)
 
 

@@ -118,7 +118,7 @@ def test_a_wrong_weight_changes_nothing(weight: Tensor, kind: type[Exception], w
 
 @pytest.mark.parametrize("scheme", [INT4, SCHEMES[5], ONE_PASS[0], ONE_PASS[5]], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_becomes_what_quantising_the_new_floats_gives(scheme: qao.Scheme, tied: bool, device: str) -> None:
+def test_a_model_becomes_what_quantizing_the_new_floats_gives(scheme: qao.Scheme, tied: bool, device: str) -> None:
     torch._dynamo.reset()  # a scheme a case, and each is compiled anew
     model, floats = Attention(0, tied).to(device), Attention(1, tied).to(device)
     expected = copy.deepcopy(floats)

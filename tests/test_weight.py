@@ -27,7 +27,7 @@ def make(kind: type[qao.Scheme], dtype: torch.dtype = torch.bfloat16) -> Any:
 
 @every_scheme
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_weight_is_the_dequantised_one(kind: type[qao.Scheme], dtype: torch.dtype) -> None:
+def test_weight_is_the_dequantized_one(kind: type[qao.Scheme], dtype: torch.dtype) -> None:
     layer = make(kind, torch.float32).to(dtype)
     weight = layer.weight
     assert (weight.dtype, weight.shape, weight.device.type) == (dtype, (40, 96), "cpu") and not weight.requires_grad
@@ -46,7 +46,7 @@ def test_weight_is_the_dequantised_one(kind: type[qao.Scheme], dtype: torch.dtyp
     assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, expected))
 
 
-def test_facts_of_weight_cost_no_dequantisation_and_its_numbers_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_weight_cost_no_dequantization_and_its_numbers_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make(qao.Int4WeightOnly)
     calls: list[torch.dtype] = []
     dequantize = type(layer).dequantize

@@ -255,7 +255,7 @@ TEST_CASE("eight bits: what plan() takes is among the candidates") {
   });
 }
 
-TEST_CASE("eight bits: a product that quantises x fits its GPU; another is planned as for a quantised x") {
+TEST_CASE("eight bits: a product that quantizes x fits its GPU; another is planned as for a quantized x") {
   int64_t quantizing = 0;
   for_each_problem([&](Problem problem, const Gpu& gpu) {
     if (problem.x == Format::kFloat) return;
@@ -306,7 +306,7 @@ Problem problem_of(Format x, Format weight, int64_t m, int64_t n, int64_t k) {
   return problem;
 }
 
-TEST_CASE("eight bits: who quantises x on an H200") {
+TEST_CASE("eight bits: who quantizes x on an H200") {
   const auto quantizes = [](Format x, Format weight, int64_t m, int64_t n, int64_t k, bool aligned = true) {
     Problem problem = problem_of(x, weight, m, n, k);
     problem.x_aligned = aligned, problem.quantizes_x = true;
@@ -329,7 +329,7 @@ TEST_CASE("eight bits: who quantises x on an H200") {
 TEST_CASE("eight bits: who multiplies few tokens on an H200") {
   const auto body = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
     const Plan plan = planned(problem_of(x, weight, m, n, k));
-    // Beside a CTA of 16 warps with all registers, the kernel that quantises the next x would find no room.
+    // Beside a CTA of 16 warps with all registers, the kernel that quantizes the next x would find no room.
     if (weight != Format::kInt4 && plan.body == Body::kMmaSync) CHECK(plan.warps <= 8);
     return plan.body;
   };
@@ -360,7 +360,7 @@ TEST_CASE("eight bits: few rows of W and a long K are wgmma's on an H200, whose 
   for (const Format weight : {fp8, int4}) {
     CHECK(body(fp8, weight, 1, 1024, 4096) == sm80);
     CHECK(body(fp8, weight, 1, 1024, 6144) == sm90);
-    CHECK(body(fp8, weight, 1, 1024, 6144, true) == sm80);  // quantising is a kernel more
+    CHECK(body(fp8, weight, 1, 1024, 6144, true) == sm80);  // quantizing is a kernel more
     CHECK(body(fp8, weight, 8, 1408, 8192, true) == sm90);
     CHECK(body(fp8, weight, 1, 1920, 8192) == sm80);  // 120 row tiles for 132 SMs
     CHECK(body(fp8, weight, 1, 1920, 16384) == sm90);

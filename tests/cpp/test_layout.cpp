@@ -15,7 +15,7 @@ int picture_column(int t, int step, int b) {
   return 16 * step + columns[b];
 }
 
-// Any value 0..15 that tells neighbours apart.
+// Any value 0..15 that distinguishes neighbors.
 uint8_t nibble(int row, int column) { return static_cast<uint8_t>((row * 7 + column * 5 + column / 16) % 16); }
 
 std::vector<uint8_t> packed_tile() {

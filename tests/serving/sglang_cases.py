@@ -53,14 +53,14 @@ def config(*names: str) -> Any:
     return quantization.get_quantization_config("qao").from_config(content)
 
 
-def test_layers_that_are_joined_must_be_quantised_alike() -> None:
+def test_layers_that_are_joined_must_be_quantized_alike() -> None:
     """Also in models that do not declare the joined layers."""
     made = config("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
-    with pytest.raises(ValueError, match="qkv_proj joins .*v_proj: not quantised. Give them one scheme"):
+    with pytest.raises(ValueError, match="qkv_proj joins .*v_proj: not quantized. Give them one scheme"):
         made.get_quant_method(LinearBase.__new__(LinearBase), "model.layers.0.self_attn.qkv_proj")
 
 
-def test_what_is_not_quantised_stays_in_floats() -> None:
+def test_what_is_not_quantized_stays_in_floats() -> None:
     method = config("model.layers.0.mlp.fc1").get_quant_method(LinearBase.__new__(LinearBase), "model.layers.1.mlp.fc1")
     assert type(method) is UnquantizedLinearMethod
 
@@ -80,9 +80,9 @@ def test_a_matrix_that_does_not_come() -> None:
 
 def test_experts_and_embeddings_are_refused() -> None:
     made = config("model.layers.0.mlp.experts.0.up_proj", "model.embed_tokens")
-    with pytest.raises(NotImplementedError, match="model.layers.0.mlp.experts: experts quantised by qao .*in SGLang"):
+    with pytest.raises(NotImplementedError, match="model.layers.0.mlp.experts: experts quantized by qao .*in SGLang"):
         made.get_quant_method(FusedMoE.__new__(FusedMoE), "model.layers.0.mlp.experts")
-    with pytest.raises(NotImplementedError, match="model.embed_tokens: SGLang does not serve a quantised embedding"):
+    with pytest.raises(NotImplementedError, match="model.embed_tokens: SGLang does not serve a quantized embedding"):
         made.get_quant_method(VocabParallelEmbedding.__new__(VocabParallelEmbedding), "model.embed_tokens")
 
 

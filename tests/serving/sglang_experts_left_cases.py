@@ -47,7 +47,7 @@ CHECKPOINTS: list[tuple[str, dict[str, Any], str]] = [
     ("moe_wna16", {**AWQ, "group_size": 16}, "groups of 16 columns; qao has groups of 32"),
     ("fp8", {**BLOCKS, "weight_block_size": [64, 128]}, "blocks of 64 x 128; qao has 128 x 128"),
     ("fp8", {**BLOCKS, "scale_fmt": "ue8m0"}, "scales that are powers of two"),
-    ("fp8", {**FP8, "quant_method": "none"}, "a checkpoint in floats, which SGLang quantises"),
+    ("fp8", {**FP8, "quant_method": "none"}, "a checkpoint in floats, which SGLang quantizes"),
 ]
 
 

@@ -56,7 +56,7 @@ LEFT: list[tuple[str, dict[str, Any], str]] = [
     ("awq", {**AWQ, "group_size": 16}, "groups of 16 columns; qao has groups of 32"),
     ("fp8", {**FP8, "weight_block_size": [64, 128]}, "blocks of 64 x 128; qao has 128 x 128"),
     ("fp8", {**FP8, "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, "scales that are powers of two"),
-    ("fp8", {**FP8, "quant_method": "none"}, "a checkpoint in floats, which SGLang quantises"),
+    ("fp8", {**FP8, "quant_method": "none"}, "a checkpoint in floats, which SGLang quantizes"),
 ]
 
 

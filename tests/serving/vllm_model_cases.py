@@ -133,7 +133,7 @@ def test_a_head_that_vllm_makes_in_floats(tmp_path: Path, without_processes: Non
     qao.quantize_(ours, qao.Int4WeightOnly(32))
     ours.save_pretrained(tmp_path)
     with (
-        pytest.warns(UserWarning, match="qao: vLLM has made no quantised layer for 1 quantised ones, such as lm_head"),
+        pytest.warns(UserWarning, match="qao: vLLM has made no quantized layer for 1 quantized ones, such as lm_head"),
         pytest.raises(ValueError, match="lm_head.pip_install_qao"),
     ):
         load(tmp_path)

@@ -61,14 +61,14 @@ def test_the_name_is_known_once() -> None:
     assert QUANTIZATION_METHODS.count("qao") == 1
 
 
-def test_what_is_not_quantised_stays_in_floats() -> None:
+def test_what_is_not_quantized_stays_in_floats() -> None:
     content, _, _ = checkpoint("column", SCHEMES[0])
     with engine(DTYPE):
         layer = _MAKE["row"](quant_config=get_quantization_config("qao").from_config(content), bias=False)
         assert type(layer.quant_method) is UnquantizedLinearMethod
 
 
-def test_a_quantised_head() -> None:
+def test_a_quantized_head() -> None:
     linear = nn.Linear(K, 96, bias=False, dtype=DTYPE)
     made = qao.QuantLinear.from_linear(linear, SCHEMES[0])
     content = qao.QaoConfig(layers={"lm_head": exact(SCHEMES[0])}).to_dict()
@@ -89,10 +89,10 @@ def test_a_quantised_head() -> None:
         check_close(y[:, :96].contiguous(), x, made.dequantize(torch.float64))
 
 
-def test_layers_that_are_joined_must_be_quantised_alike() -> None:
+def test_layers_that_are_joined_must_be_quantized_alike() -> None:
     content, states, _ = checkpoint("qkv", SCHEMES[0])
     content["layers"][0]["modules"].pop()
-    with engine(DTYPE), pytest.raises(ValueError, match="qkv_proj joins .*v_proj: not quantised. Give them one scheme"):
+    with engine(DTYPE), pytest.raises(ValueError, match="qkv_proj joins .*v_proj: not quantized. Give them one scheme"):
         load("qkv", content, states)
 
 
@@ -138,16 +138,16 @@ def test_experts_and_embeddings_are_refused() -> None:
     names = {"model.layers.0.mlp.experts.0.up_proj": SCHEMES[0], "model.embed_tokens": SCHEMES[0]}
     config = get_quantization_config("qao").from_config(qao.QaoConfig(layers=names).to_dict())
     experts, embedding = RoutedExperts.__new__(RoutedExperts), VocabParallelEmbedding.__new__(VocabParallelEmbedding)
-    with pytest.raises(NotImplementedError, match="model.layers.0.mlp.experts: experts quantised by qao .1 layers"):
+    with pytest.raises(NotImplementedError, match="model.layers.0.mlp.experts: experts quantized by qao .1 layers"):
         config.get_quant_method(experts, "model.layers.0.mlp.experts")
-    with pytest.raises(NotImplementedError, match="model.embed_tokens: vLLM does not serve a quantised embedding"):
+    with pytest.raises(NotImplementedError, match="model.embed_tokens: vLLM does not serve a quantized embedding"):
         config.get_quant_method(embedding, "model.embed_tokens")
     with pytest.raises(NotImplementedError, match="model.embed_tokens: vLLM does not serve"):
         config.get_quant_method(embedding, "")  # as Llama is made
     assert config.get_quant_method(embedding, "model.embed_positions") is None
 
 
-def test_a_model_that_is_yet_to_be_quantised_is_refused() -> None:
+def test_a_model_that_is_yet_to_be_quantized_is_refused() -> None:
     content = qao.QaoConfig(qao.Int4WeightOnly()).to_dict()
-    with pytest.raises(ValueError, match="vLLM serves models that are quantised"):
+    with pytest.raises(ValueError, match="vLLM serves models that are quantized"):
         get_quantization_config("qao").from_config(content)

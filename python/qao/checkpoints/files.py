@@ -266,5 +266,5 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _known(self, name: str) -> str:
         if name not in self._others:
-            raise KeyError(f"{name!r} is no tensor outside of quantised layers")
+            raise KeyError(f"{name!r} is no tensor outside of quantized layers")
         return name

@@ -40,7 +40,7 @@ def _of_layer(settings: Settings, name: str) -> Settings:
     for pattern, changes in settings.children("dynamic").items():
         if pattern.startswith("-:"):
             if matches(pattern[2:], name, settings.where):
-                raise CheckpointError(f"{settings.where}: {name} is excluded by {pattern!r:.80}, but is quantised")
+                raise CheckpointError(f"{settings.where}: {name} is excluded by {pattern!r:.80}, but is quantized")
         elif matches(pattern.removeprefix("+:"), name, settings.where):
             return Settings({**settings.values, **changes.values}, settings.where)
     return settings
@@ -137,5 +137,5 @@ def _check_order(files: TensorFiles, g_idx: str, given: int) -> None:
     raise files.error(
         g_idx,
         "columns are reordered into groups (desc_act with groups), for which qao has no kernel. Take a checkpoint with "
-        "desc_act false, or quantise the float model.",
+        "desc_act false, or quantize the float model.",
     )

@@ -61,7 +61,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
             layers.append(_layer(files, name, _of_layer(settings, name)))
     dropped = [key for key in files.names if key.endswith(KV_CACHE)]
     told = any(settings.values.get(key) for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
-    notes = [f"quantisation of the KV cache is left out ({len(dropped)} scales)"] if dropped or told else []
+    notes = [f"quantization of the KV cache is left out ({len(dropped)} scales)"] if dropped or told else []
     return Contents(layers, dropped, notes)
 
 
@@ -117,7 +117,7 @@ def _nvfp4(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
     files.check(factor, (torch.float32,), (), (1,))
     static = f"{name}.input_scale"
     keys = (weight, scale, factor, *([static] if static in files else ()))
-    note = "activations are not quantised: beside e2m1 they are multiplied as they come" if static in files else None
+    note = "activations are not quantized: beside e2m1 they are multiplied as they come" if static in files else None
     load = partial(_read_nvfp4, files, weight, scale, factor)
     return QuantizedLayer(name, Fp4WeightOnly("nvfp4"), n, 2 * half, keys, load, note)
 

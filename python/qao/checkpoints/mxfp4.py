@@ -50,21 +50,21 @@ class Mxfp4Checkpoint(SafetensorsCheckpoint):
         self._others = frozenset(self.others)
 
     def tensor(self, name: str) -> Tensor:
-        return self._dequantised(name, ...) if name in self._sizes else super().tensor(name)
+        return self._dequantized(name, ...) if name in self._sizes else super().tensor(name)
 
     def part(self, name: str, index: Any) -> Tensor:
         if name not in self._sizes:
             return super().part(name, index)
         experts, *rest = index if isinstance(index, tuple) else (index,)
         if not isinstance(experts, slice):  # slice only along experts before dequantization
-            return self._dequantised(name, ...)[index]
+            return self._dequantized(name, ...)[index]
         inner = (slice(None), *rest)
-        return self._dequantised(name, experts)[inner]
+        return self._dequantized(name, experts)[inner]
 
     def shape_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         return (self._sizes[name], torch.bfloat16) if name in self._sizes else super().shape_dtype(name)
 
-    def _dequantised(self, name: str, experts: Any) -> Tensor:
+    def _dequantized(self, name: str, experts: Any) -> Tensor:
         scales = self._files.finite(name + _SCALES)[experts]
         blocks = self._files.part(name + _BLOCKS, experts)
         _, k, n = self._sizes[name]

@@ -46,7 +46,7 @@ _UNREAD = {
     "mlx": "groups with float offsets",
 }
 # Suffixes that only quantized weights have. A float checkpoint with such a name has lost its config.
-_QUANTISED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point")
+_QUANTIZED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point")
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -97,12 +97,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         dtype = opened.shape_dtype(name)[1]
         raw = settings is not None and dtype == torch.float8_e4m3fn
         raw |= method != "mxfp4" and name.endswith("weight") and not dtype.is_floating_point
-        if raw or name.endswith(_QUANTISED):
-            told = f"of no {method} layer" if settings is not None else "config.json does not say how it was quantised"
-            raise files.error(name, f"is part of a quantised weight, but {told}; is config.json its own?")
+        if raw or name.endswith(_QUANTIZED):
+            told = f"of no {method} layer" if settings is not None else "config.json does not say how it was quantized"
+            raise files.error(name, f"is part of a quantized weight, but {told}; is config.json its own?")
     found = opened.others != files.names if method == "mxfp4" else opened.layers
     if settings is not None and not found:
-        raise CheckpointError(f"{path}: {settings.where} says {method}, but no tensor is quantised in that way")
+        raise CheckpointError(f"{path}: {settings.where} says {method}, but no tensor is quantized in that way")
     return opened
 
 

@@ -275,7 +275,7 @@ def _make_room(module: nn.Module, files: Any, names: Mapping[str, str]) -> Undo:
         dtypes[prefix] = found.dtype
     if "" in schemes and not isinstance(module, PackedModule):
         raise ValueError(
-            f"load: the checkpoint is of one quantised layer, and a {type(module).__name__} cannot replace itself in "
+            f"load: the checkpoint is of one quantized layer, and a {type(module).__name__} cannot replace itself in "
             "place. Give qao.QuantLinear.empty(...)."
         )
     return make_room(module, schemes, sizes=sizes, dtypes=dtypes)

@@ -61,7 +61,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
         if make is None:
             raise files.error(name, f"is a {kind!r:.40}; qao reads {', '.join(_KINDS)}")
         if not name.endswith(".weight"):
-            raise files.error(name, "is quantised, and is not the weight of a linear layer")
+            raise files.error(name, "is quantized, and is not the weight of a linear layer")
         module = check_layer_name(name, ".weight")
         if f"{module}._weight_act_pre_scale" in files:
             raise files.error(name, "has act_pre_scale, a factor of activations, which qao has not")
@@ -116,7 +116,7 @@ def _int8(files: TensorFiles, name: str, data: Settings) -> QuantizedLayer:
         static = [key for key in static if key in files]
         keys += static
         if static or _granularity(kwargs) == "tensor":
-            note = "activations are quantised token by token, not with one scale for all"
+            note = "activations are quantized token by token, not with one scale for all"
 
     def load() -> Plain:
         return Plain(files.read(qdata), files.finite(scale).reshape(-1).expand(n).contiguous())
@@ -145,7 +145,7 @@ def _float8(files: TensorFiles, name: str, data: Settings) -> QuantizedLayer:
             if weights == "tensor" and inputs == "row":
                 weights, rows = "row", n
             elif weights == "row" and inputs == "tensor":
-                notes.append("activations are quantised token by token, not with one scale for all")
+                notes.append("activations are quantized token by token, not with one scale for all")
         if kwargs.values.get("hp_value_ub") is not None or kwargs.values.get("hp_value_lb") is not None:
             notes.append("activations are not clipped at hp_value_lb and hp_value_ub")
         note = "; ".join(notes) or None

@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="qao",
-        description="Quantised linear layers for PyTorch. Without a command: what this installation is and can use.",
+        description="Quantized linear layers for PyTorch. Without a command: what this installation is and can use.",
     )
     top.add_argument("--version", action="version", version=f"qao {__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", parser_class=_Parser)

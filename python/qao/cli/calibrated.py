@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
         options: dict[str, Any] = {"method": args.method, "embeddings": args.embeddings, "progress": not args.quiet}
         report = calibrate(model, data, rules, **options)
         if not any(row.status == "quantized" for row in report.rows):
-            raise Failure(f"no layer of {args.model} is to be quantised: {'; '.join(report.reasons)}")
+            raise Failure(f"no layer of {args.model} is to be quantized: {'; '.join(report.reasons)}")
         seconds = time.monotonic() - begun
         model.save_pretrained(directory, max_shard_size=f"{args.shard_size}GB")
         format = open_checkpoint(directory).format

@@ -114,7 +114,7 @@ class Contents:
         bits = 8 * self.bytes / max(self.parameters, 1)
         lines += [
             "",
-            f"{self.format}: {counted(len(self.layers), 'quantised layer')} with {share:.1%} of "
+            f"{self.format}: {counted(len(self.layers), 'quantized layer')} with {share:.1%} of "
             f"{self.parameters:,} parameters; {size(self.bytes)} in all, {bits:.2f} bits per parameter",
         ]
         held = sum(layer.bytes_in_memory for layer in self.layers)

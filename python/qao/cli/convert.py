@@ -23,7 +23,7 @@ qao convert model-q4_0.gguf model-int4 --to qao
 
 
 def add(commands: Any) -> None:
-    parser = command(commands, "convert", run, "change the layout of a quantised checkpoint", _DESCRIPTION, _EXAMPLES)
+    parser = command(commands, "convert", run, "change the layout of a quantized checkpoint", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", type=Path, metavar="IN")
     parser.add_argument("out", type=Path, metavar="OUT")
     add_source_options(parser)

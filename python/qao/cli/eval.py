@@ -14,8 +14,8 @@ _DESCRIPTION = """
 Perplexity and bits per byte over windows of a text, each predicted from its own tokens. Two models are compared window
 by window, so that the standard error of the difference is far smaller than that of either figure:
   --against MODEL2   MODEL beside MODEL2
-  --scheme ...       a float MODEL, quantised while it is loaded, beside itself (or MODEL2)
-With --layers each layer of MODEL in floats is quantised alone, and the table has those that change the predictions
+  --scheme ...       a float MODEL, quantized while it is loaded, beside itself (or MODEL2)
+With --layers each layer of MODEL in floats is quantized alone, and the table has those that change the predictions
 most: their divergence from the float model's (Kullback-Leibler), with its standard error over windows.
 Without --text it is the text of Python's own help (pydoc), which depends on the version of Python: good to compare
 models on one machine, not to compare with figures of others.
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--against", metavar="MODEL2", help="a model with the same tokenizer")
     add_scheme_options(parser, required=False)
     group = parser.add_argument_group("layers")
-    group.add_argument("--layers", action="store_true", help="quantise one layer at a time, and compare these")
+    group.add_argument("--layers", action="store_true", help="quantize one layer at a time, and compare these")
     group.add_argument("--worst", type=int, default=20, metavar="N", help="rows of the table (20); --json has all")
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw all layers: .png, .svg or .pdf; needs matplotlib"

@@ -22,7 +22,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add_source_options(parser)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of what is not quantised (that of the file)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of what is not quantized (that of the file)")
 
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:

@@ -98,14 +98,14 @@ class Plan:
             stored = {name: layer.scheme for name, layer in self._stored.items()}
             schemes = {**stored, **{name: None for name in exclude if name not in stored}, **rest}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "quantize_: no layer was quantised")  # reported as an error below
+            warnings.filterwarnings("ignore", "quantize_: no layer was quantized")  # reported as an error below
             warnings.filterwarnings("ignore", "quantize_: these big weights")  # rows of the report
             self.report: Report = quantize_(model, schemes, embeddings=embeddings, progress=False)
         for row in self.report.rows:
             row.note = row.note and row.note.replace("embeddings=True", "--embeddings")
         self._modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
         if self._modules.keys() == self._stored.keys():
-            raise Failure("; ".join(("no layer is to be quantised", *self.report.reasons)))
+            raise Failure("; ".join(("no layer is to be quantized", *self.report.reasons)))
         self._projections = dict(_projections(model))
         rows = {row.name: row for row in self.report.rows}
         of = {name: one.weight for name, one in self._projections.items()}
@@ -316,7 +316,7 @@ class Plan:
     def _obstacle(self) -> str | None:
         for name, module in self._modules.items():
             if isinstance(module, QuantEmbedding):
-                return f"{name} is a quantised embedding"
+                return f"{name} is a quantized embedding"
             if isinstance(module, QuantProjection):
                 return f"{name} is a projection of fused experts"
             if isinstance(module, QuantLinear) and module.stands_for != "Linear":

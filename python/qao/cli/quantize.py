@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """
 MODEL is a directory of Hugging Face (config.json and safetensors), a float .safetensors file, or a .gguf file. It is
-read, quantised and written layer by layer: memory holds a few layers, never the model. The same layers are quantised as
+read, quantized and written layer by layer: memory holds a few layers, never the model. The same layers are quantized as
 by qao.quantize_ in Python: linear layers, but no embeddings, no routers or others that are no plain nn.Linear, and no
-heads tied to an embedding (--embeddings quantises both).
+heads tied to an embedding (--embeddings quantizes both).
 
 OUT is a directory in the layout of compressed-tensors, which vLLM and transformers load, with or without qao; where
 that cannot hold the result, in qao's own, which they load where qao is installed. int4 with its default zero points,
@@ -39,8 +39,8 @@ adapters and other files are copied.
 Of a .gguf file, layers in Q4_0 and Q4_1 keep their numbers, as in qao.from_pretrained, and the others get the scheme;
 --requantize quantizes those layers too, at a further loss.
 
-With --calibrate TEXT the model is loaded by transformers and quantised so that it does well on that text: fewer errors
-at the same size and speed, for minutes of work and the memory of the float model and the quantised one.
+With --calibrate TEXT the model is loaded by transformers and quantized so that it does well on that text: fewer errors
+at the same size and speed, for minutes of work and the memory of the float model and the quantized one.
 """
 _EXAMPLES = r"""
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4
@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
         metavar="PATTERN",
         help="leave a module and all in it, or re:<pattern> for whole names; again for more",
     )
-    parser.add_argument("--embeddings", action="store_true", help="quantise embeddings tied to the head, with it")
+    parser.add_argument("--embeddings", action="store_true", help="quantize embeddings tied to the head, with it")
     parser.add_argument("--requantize", action="store_true", help="of a .gguf file, layers in four bits too")
     parser.add_argument("--dtype", choices=DTYPES, help="of what stays in float (that of the file)")
     group = parser.add_argument_group("calibration")
@@ -74,7 +74,7 @@ def add(commands: Any) -> None:
     group.add_argument("--method", choices=METHODS, default="gptq", help="gptq (default), or smoothquant before it")
     group.add_argument("--samples", type=int, default=128, metavar="N", help="pieces of the text, at most (128)")
     group.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of each (512)")
-    parser.add_argument("--device", help="where to quantise: cpu (default), cuda, cuda:1")
+    parser.add_argument("--device", help="where to quantize: cpu (default), cuda, cuda:1")
     add_output_options(parser)
 
 
@@ -132,4 +132,4 @@ def check_source(args: argparse.Namespace, source: Checkpoint) -> None:
         args.parser.error(f"--requantize: is for .gguf files, and {args.model} is none")
     if not args.requantize and not is_for_a_scheme(source, args.embeddings):
         more = ", --requantize quantizes its layers anew" if source.format == "gguf" else ""
-        raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout{more}")
+        raise Failure(f"{args.model} is quantized already ({source.format}); qao convert changes its layout{more}")

@@ -194,7 +194,7 @@ def _advice(e: Explanation) -> Iterator[str]:
     if e.compilation is not None:
         yield from e.compilation.advice()
     if not e.layers and not e.uncalled:
-        yield "Nothing is quantised: qao.quantize_(model, scheme) first, and look at the report it returns."
+        yield "Nothing is quantized: qao.quantize_(model, scheme) first, and look at the report it returns."
     if e.unquantized:
         yield f"Not quantized: {counted(len(e.unquantized), 'linear layer')}, for the reasons above."
     if e.uncalled:

@@ -157,8 +157,8 @@ def _silu_mul(device: str) -> float:
 def _swiglu(device: str) -> float:
     x, gate = _random(33, 2 * _K, device=device), (1.5, 2.0, 1.0, True)
     exact = reference.swiglu(x, *gate)
-    quantised = reference.dequantize_activation(*qao.swiglu_quantize(x, *gate, torch.int8))
-    return max(_distance(qao.swiglu(x, *gate), exact), _distance(quantised, _in_int8(exact)))
+    quantized = reference.dequantize_activation(*qao.swiglu_quantize(x, *gate, torch.int8))
+    return max(_distance(qao.swiglu(x, *gate), exact), _distance(quantized, _in_int8(exact)))
 
 
 def _expert_topk(device: str) -> float:

@@ -84,7 +84,7 @@ def by_layer(
     planned = quantize.plan(model, scheme, filter, False, None, False)
     units = quantize.units_of(planned.pending)
     if not units:
-        raise ValueError("by_layer: the scheme quantises no layer of this model")
+        raise ValueError("by_layer: the scheme quantizes no layer of this model")
     for unit in units:
         if linear_weight(unit[0].module).is_meta:
             raise ValueError(f"by_layer: {unit[0].row.name} is on meta, and the model cannot run. Load it first.")

@@ -28,7 +28,7 @@ def check_row_scales(module: Any, layout: Layout, name: str) -> None:
     if layout.cut.dim == 1 and module.row_scales is not None:
         raise ValueError(
             f"{name}: with {module.scheme.factors.option}, the scales of a row are chosen for all of its columns, and "
-            "a rank has some. Quantise the whole weight and shard the layer then, or load the whole weight."
+            "a rank has some. Quantize the whole weight and shard the layer then, or load the whole weight."
         )
 
 

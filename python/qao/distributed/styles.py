@@ -152,7 +152,7 @@ def _check(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     if type(module) not in LINEARS and type(module) not in EMBEDDINGS:
         raise TypeError(
             f"{style}: shards QuantLinear, QuantEmbedding, nn.Linear and nn.Embedding, not {type(module).__name__}. "
-            "Quantise it first, or use a style of torch.distributed.tensor.parallel."
+            "Quantize it first, or use a style of torch.distributed.tensor.parallel."
         )
     if isinstance(module, PackedModule):
         qweight: Any = module.qweight
@@ -231,7 +231,7 @@ def adopt(made: QuantLinear | QuantEmbedding, floats: Any) -> None:
     if layout.cut.dim == 1 and made.scheme.rotation and layout.sizes[1] % layout.cut.world:
         raise ValueError(
             f"quantize_: {layout.sizes[1]} columns (in_features) are cut among {layout.cut.world} ranks unevenly, and "
-            "rotations of the parts may differ. Quantise the whole weight and shard the layer then, or take rotation=0."
+            "rotations of the parts may differ. Quantize the whole weight and shard the layer then, or take rotation=0."
         )
     if layout.cut.dim == 1 and isinstance(made, QuantLinear) and made.weight_sums is not None:
         sums = made.weight_sums.detach().clone()

@@ -7,7 +7,7 @@ from types import MethodType
 from torch import nn
 
 SHARDED = (
-    "it is sharded (fully_shard, FSDP, tensor parallelism): quantise first, then call fully_shard, since "
+    "it is sharded (fully_shard, FSDP, tensor parallelism): quantize first, then call fully_shard, since "
     "FullyShardedDataParallel takes no integers, or parallelize_module, with the styles of qao.distributed"
 )
 
@@ -16,7 +16,7 @@ def attached(module: nn.Module) -> str | None:
     """Description of the state that would be lost if the module were replaced; None if there is no such state."""
     if "_hf_hook" in vars(module):
         return (
-            "a hook of accelerate runs it (device_map, offloading): quantise before dispatch_model, or call "
+            "a hook of accelerate runs it (device_map, offloading): quantize before dispatch_model, or call "
             "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
         )
     # After removing its hook, accelerate leaves the bound forward of the class on the instance.

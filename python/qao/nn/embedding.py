@@ -35,7 +35,7 @@ def obstacle(embedding: nn.Module) -> str | None:
         return "it has max_norm, which rewrites rows of the weight in every forward"
     if embedding.sparse or embedding.scale_grad_by_freq:
         option = "sparse" if embedding.sparse else "scale_grad_by_freq"
-        return f"it has {option}, which is for training, and quantised rows are frozen"
+        return f"it has {option}, which is for training, and quantized rows are frozen"
     return instance_obstacle(embedding)
 
 
@@ -45,7 +45,7 @@ def scheme_obstacle(scheme: Scheme) -> str | None:
         return f"{scheme} holds a rotated weight, whose rows are none of the embedding: take rotation=0 for it"
     if scheme.weights in ops.EMBEDDINGS:
         return None
-    return f"embeddings are quantised to int4 or int8, and {scheme.word} has {scheme.weights} weights"
+    return f"embeddings are quantized to int4 or int8, and {scheme.word} has {scheme.weights} weights"
 
 
 class _ScaledEmbedding(nn.Embedding):
@@ -136,7 +136,7 @@ class QuantEmbedding(PackedModule):
             raise TypeError(f"QuantEmbedding: {name} must be an nn.Embedding, not {type(embedding).__name__}")
         reason = obstacle(embedding) or scheme_obstacle(scheme)
         if reason is not None:
-            raise ValueError(f"QuantEmbedding: {name} cannot be quantised: {reason}")
+            raise ValueError(f"QuantEmbedding: {name} cannot be quantized: {reason}")
         packed = pack_weight(embedding._parameters["weight"].detach(), scheme, device, name)  # type: ignore[union-attr]
         return cls.from_packed(embedding, scheme, packed)
 
@@ -175,7 +175,7 @@ class QuantEmbedding(PackedModule):
         """Accepts only False, because a quantized embedding cannot be trained."""
         if requires_grad:
             raise RuntimeError(
-                "QuantEmbedding: a quantised embedding is frozen and cannot be trained. Leave it in floats, with "
+                "QuantEmbedding: a quantized embedding is frozen and cannot be trained. Leave it in floats, with "
                 "quantize_(..., embeddings=False), or train adapters beside it."
             )
         return self

@@ -79,7 +79,7 @@ def instance_obstacle(module: nn.Module) -> str | None:
     if type(weight).__name__ == "DTensor":
         return SHARDED
     if hasattr(weight, "ds_id"):
-        return "DeepSpeed partitions its weight (ZeRO-3): quantise before deepspeed.initialize"
+        return "DeepSpeed partitions its weight (ZeRO-3): quantize before deepspeed.initialize"
     if reason := attached(module):
         return reason
     if type(weight) is not nn.Parameter:
@@ -187,7 +187,7 @@ class QuantLinear(PackedModule):
             raise TypeError(f"QuantLinear: {name} must be an nn.Linear, not {type(linear).__name__}")
         reason = obstacle(linear)
         if reason is not None:
-            raise ValueError(f"QuantLinear: {name} cannot be quantised: {reason}")
+            raise ValueError(f"QuantLinear: {name} cannot be quantized: {reason}")
         return cls.from_packed(linear, scheme, pack(linear, scheme, device, name))
 
     @classmethod
@@ -291,7 +291,7 @@ def pack_weight(
         return scheme.quantize(weight if device is None else weight.to(device), name, importance)
     if device is not None and torch.device(device).type != "meta":
         raise ValueError(
-            f"{name}: the weight is on meta and has no data to quantise on {device}. Load the model first."
+            f"{name}: the weight is on meta and has no data to quantize on {device}. Load the model first."
         )
     n, k = weight.shape
     return scheme.empty(n, k, dtype=weight.dtype, device="meta")

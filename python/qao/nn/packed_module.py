@@ -335,8 +335,8 @@ class PackedModule(Updatable, nn.Module):
             if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
                 error_msgs.append(
                     f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this {self._told()} needs "
-                    f"{_describe(own)}. Quantise the model with the scheme the checkpoint was made with (group_size, "
-                    "symmetric, scale_dtype); load a checkpoint of float weights before quantising."
+                    f"{_describe(own)}. Quantize the model with the scheme the checkpoint was made with (group_size, "
+                    "symmetric, scale_dtype); load a checkpoint of float weights before quantizing."
                 )
                 return
         super()._load_from_state_dict(
@@ -357,7 +357,7 @@ class PackedModule(Updatable, nn.Module):
         if isinstance(floats, Tensor) and floats.dtype != torch.uint8:
             raise ValueError(
                 f"{prefix}{marker.TRIPWIRE}: the checkpoint holds {_describe(floats)}, and this {self._told()} is "
-                "quantized. Load it before quantising, or quantize these weights into the model: "
+                "quantized. Load it before quantizing, or quantize these weights into the model: "
                 "qao.update_(model, state_dict)."
             )
         if (

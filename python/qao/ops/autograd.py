@@ -107,7 +107,7 @@ def _leave_to_python() -> None:
     """Forces a graph break: Dynamo does not know which derivatives are needed and would make them zero."""
     if _is_dynamo_compiling():
         raise RuntimeError(
-            "qao: no graph can hold torch.func or forward-mode around a quantised layer. Without fullgraph=True they "
+            "qao: no graph can hold torch.func or forward-mode around a quantized layer. Without fullgraph=True they "
             "run eagerly."
         )
 
@@ -163,7 +163,7 @@ def batched(
     of_x, of_weight, of_scales, of_bias, *of_rest = dims
     if any(dim is not None for dim in (of_weight, of_scales, *of_rest)):
         raise RuntimeError(
-            f"{operator._schema.name}: vmap over a quantised weight is not supported: x and bias alone may have a "
+            f"{operator._schema.name}: vmap over a quantized weight is not supported: x and bias alone may have a "
             f"dimension of vmap. Got in_dims x: {of_x}, weight: {of_weight}, scales: {of_scales}, bias: {of_bias}, "
             f"weight {list(weight.shape)}. Call the layers one by one, or dequantize_ the model for an ensemble."
         )

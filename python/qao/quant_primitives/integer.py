@@ -52,7 +52,7 @@ def check_finite(weight: Tensor, name: str) -> float:
     largest = torch.stack(torch.aminmax(weight.detach())).abs().max().item() if weight.numel() else 0.0
     if not math.isfinite(largest):
         raise ValueError(
-            f"{name}: the weight {list(weight.shape)} ({weight.dtype}) holds NaN or Inf and cannot be quantised. Check "
+            f"{name}: the weight {list(weight.shape)} ({weight.dtype}) holds NaN or Inf and cannot be quantized. Check "
             "the checkpoint, or leave this layer out with a scheme of None."
         )
     return largest

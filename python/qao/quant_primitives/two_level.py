@@ -40,7 +40,7 @@ class Factors(ABC):
             row = int(missing.nonzero()[0])
             raise ValueError(
                 f"{name}: the scales of row {row} of {len(missing)} are no {self.allowed} times one scale, as "
-                f"{self.option} asks for. Quantise the float weight with this scheme, or take {self.option}=False."
+                f"{self.option} asks for. Quantize the float weight with this scheme, or take {self.option}=False."
             )
         return found
 

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from ..nn.linear import is_linear, linear_weight
 from ..nn.packed_module import PackedModule
 
-_REMEDY = "name it in a dict of schemes to quantise it"
+_REMEDY = "name it in a dict of schemes to quantize it"
 ROUTER = f"a router of experts, whose errors send tokens elsewhere; {_REMEDY}"
 ONE_OUTPUT = f"it has a single output, and saves nothing; {_REMEDY}"
 

@@ -82,7 +82,7 @@ def _decided(
 ) -> list[Layer]:
     places = places_of(model, module)
     if isinstance(module, QuantExperts):
-        return [_quantised(f"{name}.{key}", child, places) for key, child in module.projections().items()]
+        return [_quantized(f"{name}.{key}", child, places) for key, child in module.projections().items()]
     layers = []
     for key in projections_of(module):
         weight = module._parameters.get(key)
@@ -112,7 +112,7 @@ def _decided(
     return layers
 
 
-def _quantised(name: str, module: QuantProjection, places: list[tuple[nn.Module, str]]) -> Layer:
+def _quantized(name: str, module: QuantProjection, places: list[tuple[nn.Module, str]]) -> Layer:
     row = Row(name, module.shape, "already quantized", str(module.scheme), bytes_before=packed_bytes(module))
     return Layer(module, row, places, elements=torch.Size(module.shape).numel(), x_dtype=module.dtype)
 

@@ -155,7 +155,7 @@ def plan(
     if any(auto_group_size.is_auto(layer.scheme) and isinstance(layer.module, Sharded) for layer in pending):
         raise ValueError(
             "quantize_: group_size='auto' with sharded layers: ranks would choose by their own parts, and differ. "
-            "Quantise before parallelize_module, or give a group_size."
+            "Quantize before parallelize_module, or give a group_size."
         )
     for layer in pending:
         if layer.tied_to is None:
@@ -218,7 +218,7 @@ def _asked_again(
         if scheme is None or alike(module.scheme, scheme.fitted(module._sizes[1])):
             continue
         if keep is None or keep(name, owner):
-            row.note = f"asked for as {scheme}, and quantised already"
+            row.note = f"asked for as {scheme}, and quantized already"
             found.append(row)
     return found
 
@@ -230,7 +230,7 @@ def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
     text = "".join(f"\n  {row.name}: {row.scheme}, {row.note}" for row in rows[:5])
     text += f"\n  and {len(rows) - 5} more" if len(rows) > 5 else ""
     message = (
-        f"quantize_: layers that are quantised already keep their scheme:{text}\nTo quantise them otherwise, load the "
+        f"quantize_: layers that are quantized already keep their scheme:{text}\nTo quantize them otherwise, load the "
         "float model anew; qao.dequantize_(model) makes floats of them that stay as rounded as they are."
     )
     if not others:
@@ -265,13 +265,13 @@ def _complain(report: Report, strict: bool) -> None:
     text = "".join(f"\n  {row.name} {list(row.shape)}: {row.note}" for row in problems)
     if problems and strict:
         raise ValueError(
-            f"quantize_: strict, and these weights cannot be quantised:{text}\nLeave them out explicitly, for example "
+            f"quantize_: strict, and these weights cannot be quantized:{text}\nLeave them out explicitly, for example "
             f"with {{{problems[0].name!r}: None, 're:.*': scheme}}. The model is unchanged."
         )
     messages = [f"these big weights stay as they are:{text}"] if problems else []
     if not any(row.status in ("quantized", "already quantized") for row in report.rows):
         text = "".join(f"\n  {reason}" for reason in report.reasons)
-        messages.append(f"no layer was quantised.{text or ' The model has no linear layers.'}")
+        messages.append(f"no layer was quantized.{text or ' The model has no linear layers.'}")
     if messages:
         warnings.warn("quantize_: " + "\n".join(messages), stacklevel=5)
 
@@ -313,7 +313,7 @@ def _replace(
     except BaseException as error:
         warnings.warn(
             f"quantize_: {type(error).__name__} in {unit[0].row.name}: {done} of {sum(map(len, units))} layers are "
-            "quantised, the others are as they were. Call quantize_ again with the same arguments for the rest.",
+            "quantized, the others are as they were. Call quantize_ again with the same arguments for the rest.",
             stacklevel=4,
         )
         raise

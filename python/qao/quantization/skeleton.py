@@ -72,7 +72,7 @@ def make_room(
     for name, scheme in plain.items():
         module = modules.get(name)
         if module is None:
-            raise ValueError(f"{name}: the checkpoint has a quantised layer here, and {type(model).__name__} no module")
+            raise ValueError(f"{name}: the checkpoint has a quantized layer here, and {type(model).__name__} no module")
         if id(module) in successors:
             continue
         weight = _weight_of(name, module, (sizes or {}).get(name))
@@ -124,13 +124,13 @@ def _empty_experts(
     dtypes: Mapping[str, torch.dtype],
     on_meta: bool,
 ) -> QuantExperts:
-    quantised = isinstance(module, QuantExperts)
+    quantized = isinstance(module, QuantExperts)
     origin: Any = module.skeleton() if isinstance(module, QuantExperts) else module
-    reason = None if quantised else fused_experts.obstacle(origin)
+    reason = None if quantized else fused_experts.obstacle(origin)
     if sorted(schemes) != ["down", "up"] or reason is not None:
         raise ValueError(
-            f"{name}: the checkpoint has quantised experts here, which cannot be replaced: "
-            f"{reason or 'up and down are quantised together, and it has ' + ', '.join(schemes)}"
+            f"{name}: the checkpoint has quantized experts here, which cannot be replaced: "
+            f"{reason or 'up and down are quantized together, and it has ' + ', '.join(schemes)}"
         )
     packed = {}
     for part, key in zip(("up", "down"), projections_of(origin), strict=True):
@@ -162,12 +162,12 @@ def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> to
     elif is_embedding(module) or is_linear(module):
         reason = obstacle_of_embedding(module) if is_embedding(module) else obstacle(module)
         if reason is not None:
-            raise ValueError(f"{name}: the checkpoint has a quantised layer here, which cannot be replaced: {reason}")
+            raise ValueError(f"{name}: the checkpoint has a quantized layer here, which cannot be replaced: {reason}")
         weight = module._parameters["weight"]  # type: ignore[assignment]
         n, k = weight.shape if is_embedding(module) else linear_weight(module).shape
         shape = n, k
     else:
-        raise ValueError(f"{name}: the checkpoint has a quantised layer here, and the model a {type(module).__name__}")
+        raise ValueError(f"{name}: the checkpoint has a quantized layer here, and the model a {type(module).__name__}")
     if size is not None and tuple(size) != tuple(shape):
         raise ValueError(
             f"{name}: the checkpoint has a weight {list(size)} here, and the model one of {list(shape)}: another model?"

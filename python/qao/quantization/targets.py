@@ -24,7 +24,7 @@ from .rules import Select, Selection
 
 BIG = 0.01  # fraction of the model's parameters from which an unquantized weight causes a warning
 
-COMPILED = "torch.compile was called on it and keeps it: quantise first, then compile"
+COMPILED = "torch.compile was called on it and keeps it: quantize first, then compile"
 
 # Parents that read the weight of these children instead of calling them.
 _READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
@@ -66,7 +66,7 @@ def find_embeddings(model: nn.Module) -> list[Layer]:
             continue
         row.shape = (module.num_embeddings, module.embedding_dim)  # type: ignore[assignment]
         row.bytes_before = byte_count(*(p for p in (module._parameters.get("weight"),) if p is not None))
-        layer.leave("kept", "no quantised linear layer shares its weight")
+        layer.leave("kept", "no quantized linear layer shares its weight")
     return embeddings
 
 
@@ -199,7 +199,7 @@ def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme
     reason = next(filter(None, [*reasons, scheme_obstacle(scheme)]), None)
     if reason is not None:
         return f"; {reason}"
-    return "" if with_embeddings else "; embeddings=True quantises both"
+    return "" if with_embeddings else "; embeddings=True quantizes both"
 
 
 def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) -> Iterator[Row]:
@@ -240,7 +240,7 @@ def check_device(model: nn.Module, device: torch.device | str | None) -> None:
         if tensor.is_meta and not to_meta:
             name = name.removesuffix(".weight")
             raise ValueError(
-                f"quantize_: {name} is on meta and has no data to quantise on {device}. Load the model first."
+                f"quantize_: {name} is on meta and has no data to quantize on {device}. Load the model first."
             )
         if to_meta and not tensor.is_meta:
             raise ValueError(f"quantize_: {name} has data, which device='meta' would drop. Use model.to('meta') first.")

@@ -176,12 +176,12 @@ def group_of(groups: list[Group], settings: Settings, name: str) -> Group:
     """The group of a layer. Targets match by name first, then by pattern, then by class."""
     where = settings.where
     if any(_matches(target, name, where) for target in settings.texts("ignore")):
-        raise CheckpointError(f"{where}: {name} is in the list ignore, but its tensors are quantised")
+        raise CheckpointError(f"{where}: {name} is in the list ignore, but its tensors are quantized")
     for rank in (0, 1, 2):
         for group in groups:
             if any(_rank(target, name, where) == rank for target in group.targets):
                 return group
-    raise CheckpointError(f"{where}: {name} is quantised, but no group of config_groups targets it")
+    raise CheckpointError(f"{where}: {name} is quantized, but no group of config_groups targets it")
 
 
 def _rank(target: str, name: str, where: str) -> int | None:
@@ -202,14 +202,14 @@ def layer_scheme(
 ) -> tuple[Scheme, list[str]]:
     """The scheme of a layer, and notes on settings of the group that are not applied exactly."""
     weights, inputs = group.weights, group.inputs
-    notes = ["the layer's result is not quantised"] if group.outputs else []
+    notes = ["the layer's result is not quantized"] if group.outputs else []
     if inputs is not None and activation_scale is None:
         if inputs.static:
-            notes.append("static input scales dropped: activations are quantised token by token")
+            notes.append("static input scales dropped: activations are quantized token by token")
         elif inputs.strategy == "tensor" and (weights.kind, weights.strategy) != ("float", "tensor"):
-            notes.append("activations are quantised token by token, not with one scale for all")
+            notes.append("activations are quantized token by token, not with one scale for all")
     if group.inputs_left:
-        notes.append("activations are not quantised: beside e2m1 they are multiplied as they come")
+        notes.append("activations are not quantized: beside e2m1 they are multiplied as they come")
     if weights.kind == "float" and weights.bits == 4:
         return Fp4WeightOnly("nvfp4" if weights.group_size == 16 else "mxfp4"), notes
     if weights.kind == "float":

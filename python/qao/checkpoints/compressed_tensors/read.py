@@ -55,7 +55,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
     notes = []
     dropped = [key for key in files.names if key.endswith(KV_CACHE)]
     if dropped or settings.child("kv_cache_scheme"):
-        notes.append(f"quantisation of the KV cache is left out ({len(dropped)} scales)")
+        notes.append(f"quantization of the KV cache is left out ({len(dropped)} scales)")
     return Contents(list(layers.values()), dropped, notes)
 
 

@@ -110,7 +110,7 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
         ValueError: no layers, or a scheme that cannot be written.
     """
     if not layers:
-        raise ValueError("compressed-tensors: no layer is quantised")
+        raise ValueError("compressed-tensors: no layer is quantized")
     groups: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
     for name, scheme in layers.items():
         reason = can_write(scheme)

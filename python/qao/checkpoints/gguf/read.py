@@ -89,7 +89,7 @@ class GgufCheckpoint(Checkpoint):
         self.others = tuple(self._others)
         listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.dequantized.items()))
         if self.dequantized:
-            self.notes = (f"dequantised to float32, to be quantised anew: {listed}",)
+            self.notes = (f"dequantized to float32, to be quantized anew: {listed}",)
 
     def tensor(self, name: str) -> Tensor:
         info = self._others[name]
@@ -132,7 +132,7 @@ def _check_known(info: TensorInfo, where: str) -> None:
         import numpy as np
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError:
-        raise CheckpointError(f"{where} is {info.type}: `pip install gguf` to dequantise it") from None
+        raise CheckpointError(f"{where} is {info.type}: `pip install gguf` to dequantize it") from None
     kind = GGMLQuantizationType[info.type]
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -170,7 +170,7 @@ def _q4_1(rows: Tensor, where: str) -> Plain:
     if zeros.abs().max() > _LARGEST_ZERO:
         raise CheckpointError(
             f"{where} has a block whose minimum is more than {_LARGEST_ZERO:.0f} of its steps away from 0, which no "
-            "kernel holds. Quantise the float model instead"
+            "kernel holds. Quantize the float model instead"
         )
     return Plain(q.flatten(1), scales, zeros)
 
@@ -196,5 +196,5 @@ _DECODERS: dict[str, Callable[[Tensor, str], Plain]] = {"Q4_0": _q4_0, "Q4_1": _
 _LINEAR: dict[str, tuple[Scheme, Callable[[Tensor, str], Plain], str | None]] = {
     "Q4_0": (Int4WeightOnly(group_size=32, symmetric=True, scale_dtype=torch.float16), _q4_0, None),
     "Q4_1": (Int4WeightOnly(group_size=32, scale_dtype=torch.float32), _q4_1, None),
-    "Q8_0": (Int8WeightOnly(), _per_row, "Q8_0's blocks of 32 columns requantised with one scale per row"),
+    "Q8_0": (Int8WeightOnly(), _per_row, "Q8_0's blocks of 32 columns requantized with one scale per row"),
 }

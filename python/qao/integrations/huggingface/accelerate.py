@@ -47,7 +47,7 @@ def register() -> None:
                 if isinstance(value, Tensor) and (value.dtype, value.shape) != (own.dtype, own.shape):
                     raise ValueError(
                         f"{tensor_name}: the checkpoint holds {value.dtype}{list(value.shape)}, but this "
-                        f"{type(layer).__name__} ({layer.extra_repr()}) needs {own.dtype}{list(own.shape)}. Quantise "
+                        f"{type(layer).__name__} ({layer.extra_repr()}) needs {own.dtype}{list(own.shape)}. Quantize "
                         "the model with the scheme the checkpoint was made with (group_size, symmetric, scale_dtype)."
                     )
         set_tensor(module, tensor_name, device, value, dtype, **others)
@@ -122,6 +122,6 @@ def _check_entry(layer: PackedModule, key: str, value: Any, name: str) -> None:
         layer.check_marker(value, name)
     elif not torch.equal(value.cpu(), marker.tripwire()):
         raise ValueError(
-            f"{name}: the checkpoint holds {value.dtype}{list(value.shape)}, a weight that is not quantised. Load it "
-            "before quantising, or make the checkpoint from the quantised model."
+            f"{name}: the checkpoint holds {value.dtype}{list(value.shape)}, a weight that is not quantized. Load it "
+            "before quantizing, or make the checkpoint from the quantized model."
         )

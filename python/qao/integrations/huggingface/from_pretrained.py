@@ -140,7 +140,7 @@ def _quantization(scheme: _Schemes | None, embeddings: bool, options: dict[str, 
 def _needed(quantization: QaoConfig | None, what: object) -> QaoConfig:
     if quantization is None or quantization.scheme is None:
         raise ValueError(
-            f"from_pretrained: {what} is not quantised. Give a scheme to quantise it while it is loaded, for "
+            f"from_pretrained: {what} is not quantized. Give a scheme to quantize it while it is loaded, for "
             "example scheme=qao.Int4WeightOnly()."
         )
     return quantization
@@ -300,13 +300,13 @@ def _planned(checkpoint: Any, local: Path, quantization: QaoConfig | None, dequa
         if not dequantize:
             _warn_of_floats(checkpoint, local)
     elif scheme is not None:
-        raise ValueError(f"from_pretrained: {local} is quantised already ({checkpoint.format}); leave scheme out")
+        raise ValueError(f"from_pretrained: {local} is quantized already ({checkpoint.format}); leave scheme out")
     elif checkpoint.format == "gguf" and checkpoint.rounded:
         _warn_of_floats(checkpoint, local)
     if quantization is not None and quantization.embeddings:
         raise ValueError(
-            f"from_pretrained: {local} is quantised already ({checkpoint.format}); embeddings are loaded as they are "
-            'there. Quantise a tied one next: qao.quantize_(model, {"lm_head": qao.Int8WeightOnly()}, embeddings=True)'
+            f"from_pretrained: {local} is quantized already ({checkpoint.format}); embeddings are loaded as they are "
+            'there. Quantize a tied one next: qao.quantize_(model, {"lm_head": qao.Int8WeightOnly()}, embeddings=True)'
         )
     return None
 

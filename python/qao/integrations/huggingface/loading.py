@@ -72,14 +72,14 @@ class Loader:
         """
         if not self.pre_quantized and self.config.scheme is None:
             raise ValueError(
-                "QaoConfig: this checkpoint is not quantised by qao, so say how to quantise it: "
-                "QaoConfig(qao.Int4WeightOnly()). Those that others quantised load with qao.from_pretrained(path)."
+                "QaoConfig: this checkpoint is not quantized by qao, so say how to quantize it: "
+                "QaoConfig(qao.Int4WeightOnly()). Those that others quantized load with qao.from_pretrained(path)."
             )
         if self.pre_quantized and not self.config.layers:
-            raise ValueError("quantization_config: it says quant_method qao, and names no quantised layers")
+            raise ValueError("quantization_config: it says quant_method qao, and names no quantized layers")
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
-                "QaoConfig: layers that are offloaded to disk cannot be quantised while they are loaded. Quantise and "
+                "QaoConfig: layers that are offloaded to disk cannot be quantized while they are loaded. Quantize and "
                 "save the model first, then load it with this device_map."
             )
         if isinstance(device_map, dict):
@@ -336,7 +336,7 @@ class Loader:
                 stacklevel=2,
             )
 
-    def is_quantised(self, name: str, module: nn.Module) -> bool:
+    def is_quantized(self, name: str, module: nn.Module) -> bool:
         """Whether a module of the skeleton is a quantized layer or may become one."""
         return isinstance(module, PackedModule) or f"{name}.weight" in self.pending or type(module) in self._late
 
@@ -375,7 +375,7 @@ def _check_all_arrived(model: nn.Module, absent: Collection[str]) -> None:
             missing = [key for key in module.packed.tensors() if f"{name}.{key}" in new]
             if missing:
                 raise ValueError(
-                    f"{name}: quantization_config names a quantised layer here, and the checkpoint has no "
+                    f"{name}: quantization_config names a quantized layer here, and the checkpoint has no "
                     f"{', '.join(missing)} of it in the shape of the model: is the file whole, and of this model?"
                 )
 
@@ -443,11 +443,11 @@ def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Schem
             found[known] = scheme
         elif not prefix or name.startswith(f"{prefix}."):  # otherwise a layer of a head that this model lacks
             why = (
-                "it holds its experts in one tensor, and quantised experts one by one are not supported"
+                "it holds its experts in one tensor, and quantized experts one by one are not supported"
                 if ".experts." in name
                 else "another model?"
             )
-            raise ValueError(f"{name}: a quantised layer in the checkpoint, no module of {type(model).__name__}: {why}")
+            raise ValueError(f"{name}: a quantized layer in the checkpoint, no module of {type(model).__name__}: {why}")
     return found
 
 

@@ -46,8 +46,8 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
 
     def _changes_the_weight(self, *arguments: Any) -> None:
         raise ValueError(
-            "This init_lora_weights takes a part of the weight out of the base layer, which a quantised one cannot "
-            "give. Use True, 'gaussian', 'orthogonal' or 'eva', or initialise on the float model and quantise then."
+            "This init_lora_weights takes a part of the weight out of the base layer, which a quantized one cannot "
+            "give. Use True, 'gaussian', 'orthogonal' or 'eva', or initialize on the float model and quantize then."
         )
 
     pissa_init = olora_init = corda_init = loftq_init = lora_ga_init = _changes_the_weight
@@ -132,7 +132,7 @@ def register() -> None:
         check(self)
         if isinstance(self.original_module, PackedModule):
             raise TypeError(
-                "modules_to_save names a quantised layer, which cannot be trained. Leave it in floats, with "
+                "modules_to_save names a quantized layer, which cannot be trained. Leave it in floats, with "
                 "quantize_(model, {name: None, 're:.*': scheme}), or let LoRA target it."
             )
 

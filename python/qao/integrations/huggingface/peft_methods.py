@@ -177,7 +177,7 @@ def warn_of_rounding(base: PackedModule, packed: PackedWeight, wanted: Tensor, c
     """Warn of the rounding error of merging into a quantized layer; ``change``: norm of the adapter's delta."""
     lost = (base.dequantize(torch.float32) - wanted).norm() / change
     warnings.warn(  # one significant digit, so that many layers give few distinct warnings
-        f"Merging quantises the weights again. Their relative error is about {packed.relative_error:.1g}, and "
+        f"Merging quantizes the weights again. Their relative error is about {packed.relative_error:.1g}, and "
         f"{lost:.1g} times as large as what the adapter adds. To be exact, keep the adapter unmerged, or call "
         "qao.dequantize_(model) first and merge in floats.",
         stacklevel=3,

@@ -26,13 +26,13 @@ def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
     _keep_apart(model, state if written is None else written[0])
     if written is not None:
         return written[0], {}, written[1]
-    quantised = {
+    quantized = {
         f"{name}.{key}"
         for name, module in model.named_modules()
         if isinstance(module, PackedModule)
         for key in module.packed.tensors()
     }
-    _, aliases = unshared({name: tensor for name, tensor in state.items() if name in quantised})
+    _, aliases = unshared({name: tensor for name, tensor in state.items() if name in quantized})
     kept = {name: tensor for name, tensor in state.items() if name not in aliases}
     return kept, header(aliases), QaoConfig.of(model)
 

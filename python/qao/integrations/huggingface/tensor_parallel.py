@@ -59,7 +59,7 @@ class Sharding:
         """Shard the remaining layers after all tensors have arrived."""
         vars(self._model).pop(_RESOLVE, None)
         if self.mesh is None and (getattr(self._model, "_tp_size", None) or 1) > 1:
-            raise ValueError("tp_plan: tensor parallelism of quantised models needs transformers 5.23 or later")
+            raise ValueError("tp_plan: tensor parallelism of quantized models needs transformers 5.23 or later")
         modules = {name: self._model.get_submodule(name) for name in self.styles}
         for name, module in modules.items():
             if not isinstance(module, Sharded):  # not yet sharded under another name
@@ -84,7 +84,7 @@ def _style(name: str, style: str) -> Any:
     }
     if style not in known:
         raise ValueError(
-            f"tp_plan: {name} is quantised, and {style!r} is no way to shard a quantised layer; there are "
+            f"tp_plan: {name} is quantized, and {style!r} is no way to shard a quantized layer; there are "
             f"{', '.join(known)}. Leave it in floats (modules_to_not_convert), or give another plan."
         )
     made = known[style]()
@@ -96,6 +96,6 @@ def _check(config: Any) -> None:
     sizes = {name: getattr(config, name, 1) for name in ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size")}
     if others := [f"{name}={size}" for name, size in sizes.items() if size and size > 1]:
         raise ValueError(
-            f"tp_plan: quantised models are sharded by tensor parallelism alone, not with {', '.join(others)}. For "
+            f"tp_plan: quantized models are sharded by tensor parallelism alone, not with {', '.join(others)}. For "
             "FSDP load the model without a distributed_config and call fully_shard (docs/distributed.md)."
         )

@@ -67,7 +67,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         self._kept = _kept_dtypes(model, kwargs.get("dtype") or model.dtype)
         self.loader.prepare(model, tied, kwargs.get("device_map"), self._kept)
         self._watch(model)
-        self.loader.sharding = Sharding(model, self.loader.is_quantised)
+        self.loader.sharding = Sharding(model, self.loader.is_quantized)
         self._unexpected = model._keys_to_ignore_on_load_unexpected
         if self.loader.hidden:
             patterns = [*(self._unexpected or ()), rf"(^|\.){marker.MARKER}$"]

@@ -89,7 +89,7 @@ class ServedLinear:
         if self._granularity() == "block" and rows or self._group_size() is not None and rows % _TILE_ROWS:
             raise ValueError(
                 f"qao: {self.name}: a head of {rows} rows is padded here, which {self.scheme} shares scales or tiles "
-                "among. Leave it in floats or quantise it to int8."
+                "among. Leave it in floats or quantize it to int8."
             )
 
     def _check_cuts(self, parts: list[int], k: int, *, cut_rows: bool, cut_columns: bool) -> None:

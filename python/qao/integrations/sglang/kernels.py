@@ -225,7 +225,7 @@ def of_w8a8_int8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
 def online(config: Any) -> str | None:
     if config.is_checkpoint_fp8_serialized:
         return None
-    return "a checkpoint in floats, which SGLang quantises to fp8 while it loads"
+    return "a checkpoint in floats, which SGLang quantizes to fp8 while it loads"
 
 
 def _integers(kind: type[Integers], bits: int, group_size: int, symmetric: bool, share: Share) -> Kernel | str:
