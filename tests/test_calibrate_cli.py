@@ -79,7 +79,7 @@ def test_errors(llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "none.txt: no such file" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"abc\xff")
     assert main([*base, str(tmp_path / "binary")]) == 1
-    assert f"{tmp_path / 'binary'}: no text in UTF-8: invalid start byte at byte 3" in capsys.readouterr().err
+    assert f"{tmp_path / 'binary'}: not UTF-8 text: invalid start byte at byte 3" in capsys.readouterr().err
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as a full disk: safetensors writes the result
@@ -88,7 +88,7 @@ def test_errors(llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureF
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert f"{out}: File too large; what was written is removed again" in capsys.readouterr().err
+    assert f"{out}: File too large; partial output was removed" in capsys.readouterr().err
     assert not out.exists() and not list(tmp_path.glob("out.tmp*"))
     assert main([*base, str(text), "--samples", "0"]) == 2
     assert main([*base, str(text), "--to", "qao"]) == 2

@@ -109,16 +109,16 @@ def test_the_version_needs_no_torch() -> None:
 
 
 QUICK: dict[str, tuple[list[str], int, str]] = {
-    "help": (["--help"], 0, "Without a command: what this installation is"),
+    "help": (["--help"], 0, "Without a command, shows what this installation supports"),
     **{f"help of {name}": ([name, "--help"], 0, f"usage: qao {name}") for name in sorted(NAMES)},
     "no such command": (["quant"], 2, "invalid choice: 'quant'"),
     "no scheme": (["quantize", "{llama}", "{tmp}/out"], 2, "required: --scheme"),
-    "a scheme of others": (["quantize", "{llama}", "{tmp}/out", "--scheme", "nf4"], 2, "its counterpart here is int4"),
+    "a scheme of others": (["quantize", "{llama}", "{tmp}/out", "--scheme", "nf4"], 2, "the equivalent in qao is int4"),
     "no model": (["quantize", "{tmp}/none", "{tmp}/out", "--scheme", "int4"], 1, "none: no such file or directory"),
     "no model to talk with": (["chat", "{tmp}/none"], 1, "none: no such file or directory"),
     "no second model": (["inspect", "{llama}", "--against", "{tmp}/none"], 1, "none: no such file or directory"),
     "no text": (["eval", "{llama}", "--text", "{tmp}/none.txt"], 1, "none.txt: no such file"),
-    "a text that is none": (["eval", "{llama}", "--text", "{tmp}"], 1, "is a directory, no text"),
+    "a text that is none": (["eval", "{llama}", "--text", "{tmp}"], 1, "is a directory, not a text file"),
     "out exists": (["convert", "{int8}", "{llama}"], 1, "exists; choose another name, or replace it with --force"),
 }
 
@@ -161,7 +161,7 @@ def test_chat_in_a_terminal(files: dict[str, Path]) -> None:
     typed = "/help\n/nonsense\nHello\n/system Be brief.\n/clear\nHello\n/exit\n"
     status, shown = in_terminal(["chat", str(files["int8"]), "--max-new-tokens", "3", "--temperature", "0"], typed)
     assert status == 0, shown
-    assert "/system TEXT" in shown and "/nonsense is no command" in shown
+    assert "/system TEXT" in shown and "/nonsense is not a command" in shown
     assert len(re.findall(r"\[\d+ tokens?, ", shown)) == 2
     assert re.search(r"qao: \S+int8: cpu, int8, bfloat16 for the rest|qao: \S+int8: cuda.*, int8, bfloat16", shown)
 

@@ -268,7 +268,7 @@ def test_wrong_usage_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     base = ["quantize", str(tmp_path), str(tmp_path / "out"), "--scheme", "int4"]
     for options, message in (
         (["--group-size", "auto"], "budget_bits must be a number above 4"),
-        (["--group-size", "some"], "'some' is no number, and not auto"),
+        (["--group-size", "some"], "'some' is neither a number nor auto"),
         (["--budget-bits", "4.5"], "budget_bits must be None"),
     ):
         assert main([*base, *options]) == 2

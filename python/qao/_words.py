@@ -74,7 +74,7 @@ def counterpart(given: Any) -> str | None:
 def hint(given: Any) -> str:
     """ "; ..." for the end of an error message; "" where nothing is known."""
     found = counterpart(given)
-    return "" if found is None else f"; its counterpart here is {found}"
+    return "" if found is None else f"; the equivalent in qao is {found}"
 
 
 def word_hint(word: str) -> str | None:

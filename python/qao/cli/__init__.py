@@ -28,7 +28,8 @@ exit status:
   130  stopped with Ctrl-C
   143  ended by SIGTERM
 
-An output is written beside its place and moved there when it is whole; whatever stops a command leaves nothing of it.
+Output is written to a temporary directory and moved into place when it is complete. A command that stops early leaves
+nothing behind.
 """
 
 
@@ -47,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="qao",
-        description="Quantized linear layers for PyTorch. Without a command: what this installation is and can use.",
+        description="Quantized linear layers for PyTorch. Without a command, shows what this installation supports.",
     )
     top.add_argument("--version", action="version", version=f"qao {__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", parser_class=_Parser)

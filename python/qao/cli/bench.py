@@ -10,9 +10,10 @@ from ..quantization.report import table
 from .common import Failure, Output, command, counted, device_of, local_path, scheme_word
 
 _DESCRIPTION = """
-Times every scheme (with its defaults) and F.linear on random numbers, all by turns, so that a busy machine or a hot GPU
-slows all of them alike. Weights are read from memory, as in a model: each is there in many copies, used one after the
-other. Shown is the median time of a call; on a GPU without the time that Python takes, as in a CUDA graph.
+Times every scheme (with its defaults) and F.linear on random numbers. Calls are interleaved, so that a busy machine or
+a hot GPU slows all of them alike. As in a model, weights are read from memory, not from a cache: the calls cycle
+through many copies of each weight. Times are medians per call. On a GPU they exclude the host overhead, as in a CUDA
+graph.
 """
 _EXAMPLES = """
 qao bench --layer 4096x4096
@@ -23,11 +24,22 @@ qao bench Qwen3-8B --scheme int4 --scheme int8
 
 def add(commands: Any) -> None:
     parser = command(commands, "bench", run, "time the layers of a model on this machine", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help="take the sizes of its linear layers")
-    parser.add_argument("--layer", action="append", default=[], type=_layer, metavar="NxK", help="out x in features")
-    parser.add_argument("--tokens", type=_tokens, default=[1, 16, 512], metavar="M,M,…", help="(1,16,512)")
-    parser.add_argument("--scheme", action="append", type=scheme_word, metavar="SCHEME", help="again for more (all)")
-    parser.add_argument("--device", help="cpu (default), cuda, cuda:1")
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help="time layers of the sizes in this model")
+    parser.add_argument(
+        "--layer",
+        action="append",
+        default=[],
+        type=_layer,
+        metavar="NxK",
+        help="out_features x in_features; repeatable",
+    )
+    parser.add_argument(
+        "--tokens", type=_tokens, default=[1, 16, 512], metavar="M,M,…", help="numbers of tokens (default: 1,16,512)"
+    )
+    parser.add_argument(
+        "--scheme", action="append", type=scheme_word, metavar="SCHEME", help="repeatable (default: all)"
+    )
+    parser.add_argument("--device", help="cpu (default), cuda or cuda:1")
 
 
 def _layer(text: str) -> tuple[int, int]:
@@ -68,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         if device.type == "cuda"
         else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     )
-    output.say(f"{name}; median µs of a call, and how many times as fast as F.linear in bfloat16")
+    output.say(f"{name}; median µs per call (speedup over F.linear in bfloat16)")
     rows, cells = [], []
     for n, k in sizes:
         layers = copies_of_layers(n, k, words, device)

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
     output = Output(args)
     if args.to is not None and args.reader is None:
         args.parser.error(
-            "--to: with --calibrate the result is in compressed-tensors where it can say it, else in qao's"
+            "--to: with --calibrate the layout is compressed-tensors if that can hold the result, otherwise qao"
         )
     data = samples(load_tokenizer(args, str(args.model)), args.calibrate, args.samples, args.window)
     with staged(args.out, args.model, args.force) as directory:
@@ -38,17 +38,17 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
         options: dict[str, Any] = {"method": args.method, "embeddings": args.embeddings, "progress": not args.quiet}
         report = calibrate(model, data, rules, **options)
         if not any(row.status == "quantized" for row in report.rows):
-            raise Failure(f"no layer of {args.model} is to be quantized: {'; '.join(report.reasons)}")
+            raise Failure(f"{args.model} has no layers to quantize: {'; '.join(report.reasons)}")
         seconds = time.monotonic() - begun
         model.save_pretrained(directory, max_shard_size=f"{args.shard_size}GB")
         format = open_checkpoint(directory).format
         if args.to not in (None, format):
-            raise Failure(f"--for {args.reader}: compressed-tensors cannot hold the result, which {format} does")
+            raise Failure(f"--for {args.reader}: compressed-tensors cannot hold the result; {format} can")
         copy_others(args.model, directory)
     figures = {"seconds": seconds, "samples": len(data), "tokens": len(data) * args.window, "memory": memory()["peak"]}
     output.say(
         f"{report}\n{args.method} on {counted(len(data), 'text')} of {args.window} tokens in {seconds:.1f} s, "
-        f"at most {size(figures['memory'])} of memory\n{args.out}: {format}, {readers_of(format)}"
+        f"peak memory {size(figures['memory'])}\n{args.out}: {format}, {readers_of(format)}"
     )
     output.result({"out": str(args.out), "format": format, "method": args.method, **figures, **report.to_dict()})
     return 0

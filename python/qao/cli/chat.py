@@ -21,8 +21,8 @@ from .model import (
 )
 
 _DESCRIPTION = """
-Answers appear as they are made, with tokens per second after each. Ctrl-C stops an answer, and at the prompt the
-program. /help lists what can be typed instead of a message.
+Streams each answer and shows its tokens per second. Ctrl-C stops an answer; at the prompt it ends the program. /help
+lists the commands that can be typed instead of a message.
 """
 _EXAMPLES = """
 qao chat Qwen3-8B-int4
@@ -31,17 +31,17 @@ qao chat SmolLM2-135M-Instruct.gguf --temperature 0 --system "Answer in one sent
 
 
 def add(commands: Any) -> None:
-    parser = command(commands, "chat", run, "talk with a model", _DESCRIPTION, _EXAMPLES, json=False)
+    parser = command(commands, "chat", run, "chat with a model", _DESCRIPTION, _EXAMPLES, json=False)
     add_model_options(parser)
     add_generation_options(parser)
 
 
 _HELP = """\
-/help          this list
-/reset         begin anew; so does /clear
-/system TEXT   begin anew with TEXT as the system message; without TEXT: none
-/exit          end; so do /quit and Ctrl-D
-Ctrl-C         stops an answer, and at the prompt the program"""
+/help          show this list
+/reset         start a new conversation (also /clear)
+/system TEXT   start a new conversation with the system message TEXT; without TEXT, with none
+/exit          end the program (also /quit and Ctrl-D)
+Ctrl-C         stop the answer; at the prompt, end the program"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # a Python without readline has no line editing
             import readline  # noqa: F401  # input() uses it from here on
-        output.say("/help lists the commands, /exit ends")
+        output.say("/help lists the commands, /exit ends the program")
     messages = list(start)
     while (line := _read()) is not None:
         word, _, rest = line.partition(" ")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         elif word in ("/help", "/?"):
             output.say(_HELP)
         elif _is_command(word):
-            output.say(f"{word} is no command; /help lists them")
+            output.say(f"{word} is not a command; /help lists the commands")
         elif line:
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": _answer(args, output, model, tokenizer, messages)})

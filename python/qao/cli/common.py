@@ -116,15 +116,21 @@ def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("scheme")
     group.add_argument("--scheme", type=scheme_word, metavar="SCHEME", required=required, help=_SCHEME_HELP)
     group.add_argument(
-        "--group-size", type=_group_size, metavar="G", help="int4 weights: 32, 64, 128, 256, -1 for a row, or auto"
+        "--group-size", type=_group_size, metavar="G", help="int4 weights: 32, 64, 128, 256, -1 (a whole row), or auto"
     )
     group.add_argument(
-        "--budget-bits", type=float, metavar="BITS", help="of a weight, on average, for --group-size auto: 4.5"
+        "--budget-bits", type=float, metavar="BITS", help="average bits per weight for --group-size auto, such as 4.5"
     )
-    group.add_argument("--symmetric", action="store_true", help="int4 weights: no zero points")
-    group.add_argument("--granularity", choices=["row", "tensor", "block"], help="fp8 weights: what shares a scale")
+    group.add_argument("--symmetric", action="store_true", help="int4 weights without zero points")
     group.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="any other field, as in docs/quantize.md"
+        "--granularity", choices=["row", "tensor", "block"], help="fp8 weights: the elements that share a scale"
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other field of the scheme (docs/quantize.md); repeatable",
     )
 
 
@@ -164,7 +170,7 @@ def scheme_word(text: str) -> str:
     if text in SCHEMES:
         return text
     found = word_hint(text)
-    said = f"; its counterpart here is {found}" if found else ""
+    said = f"; the equivalent in qao is {found}" if found else ""
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SCHEMES)}){said}")
 
 
@@ -174,7 +180,7 @@ def _group_size(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, and not auto") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def _value(text: str) -> Any:
@@ -192,11 +198,11 @@ def device_of(args: argparse.Namespace, default: str = "cpu") -> torch.device:
     try:
         device = torch.device(args.device or default)
     except RuntimeError:
-        args.parser.error(f"--device {args.device}: no such device; cpu, cuda or cuda:1")
+        args.parser.error(f"--device {args.device}: no such device; use cpu, cuda or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Failure(f"--device {args.device}: torch {torch.__version__} sees no GPU; see qao doctor")
+        raise Failure(f"--device {args.device}: torch {torch.__version__} finds no GPU; run qao doctor")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Failure(f"--device {args.device}: there are {torch.cuda.device_count()} GPUs, from cuda:0 on")
+        raise Failure(f"--device {args.device}: there are {torch.cuda.device_count()} GPUs, starting at cuda:0")
     return device
 
 
@@ -213,13 +219,13 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise Failure(f"{file}: no text in UTF-8: {error.reason} at byte {error.start}") from error
+        raise Failure(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of commands that read a model, named like the arguments of ``from_pretrained``."""
-    parser.add_argument("--revision", help="of a model on the Hugging Face hub: a branch, a tag or a commit")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code in the directory of the model")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the Hugging Face hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow code from the model's directory to run")
 
 
 def local_path(path: str | Path, revision: str | None = None) -> Path:

@@ -240,7 +240,7 @@ def _odd(contents: Contents) -> Iterator[str]:
             yield f"{name} {list(shape)}: {dtype}, {share:.1%} of the parameters"
     for family, kinds in families.items():
         if len(kinds) > 1:
-            yield f"{family} is not the same everywhere: {', '.join(sorted(kinds))}"
+            yield f"{family} differs between blocks: {', '.join(sorted(kinds))}"
 
 
 def check(checkpoint: Checkpoint, contents: Contents, against: FloatModel | None) -> Iterator[str]:
@@ -297,7 +297,7 @@ class FloatModel:
             else:
                 continue
             if tuple(weight.shape) not in (shape, shape[:-2] + sizes[::-1]):
-                raise Failure(f"{layer.name}: the float model has {list(weight.shape)} for {list(shape)}")
+                raise Failure(f"{layer.name}: the float model has {list(weight.shape)}, not {list(shape)}")
             return weight
         raise Failure(f"{layer.name}: the float model has no {layer.name}.weight")
 

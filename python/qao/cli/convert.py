@@ -13,8 +13,9 @@ from .quantize import add_output_options
 from .readers import check_reader, layout_for, readers_of
 
 _DESCRIPTION = """
-IN holds compressed-tensors, GPTQ, AWQ, fp8 of Hugging Face, fbgemm_fp8, torchao or qao in safetensors, or is a .gguf
-file. The numbers stay what they are, but for what the report notes. OUT is a directory, written layer by layer.
+IN is a checkpoint of compressed-tensors, GPTQ, AWQ, Hugging Face fp8, fbgemm_fp8, torchao or qao in safetensors, or a
+.gguf file. The weights keep their values, except where the report says otherwise. OUT is a directory, written layer by
+layer.
 """
 _EXAMPLES = """
 qao convert Qwen3-8B-GPTQ Qwen3-8B-w4a16
@@ -42,11 +43,11 @@ def _obstacle(source: Any) -> str | None:
         if not isinstance(scheme, Int4Weight) or scheme.symmetric or scheme.whole_zeros:
             continue
         if source.format == "gguf":
-            return "zero points of Q4_1 are no whole numbers"
+            return "zero points of Q4_1 are not integers"
         if source.format == "qao":  # only the values show it: they may come from GPTQ
             zeros = layer.read().zeros
             if zeros is not None and not zeros.equal(zeros.round()):
-                return f"zero points of {layer.name} are no whole numbers; quantize the float model with --for vllm"
+                return f"zero points of {layer.name} are not integers; quantize the float model with --for vllm"
     return None
 
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     args.model = local_path(args.model, args.revision)
     source = open_checkpoint(args.model)
     if not source.layers:
-        raise Failure(f"{args.model} is a float model: use qao quantize")
+        raise Failure(f"{args.model} is a float model; use qao quantize")
     layers = {name: layer.scheme for name, layer in source.layers.items()}
     check_reader(args.reader, dict.fromkeys(layers.values()))
     widths = {name: layer.in_features for name, layer in source.layers.items()}
@@ -75,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         if format == "qao":
-            raise Failure(f"{args.model}: nothing loads this in qao's layout: {problems[0]}{more}")
-        warnings.warn(f"qao loads neither {args.model} nor {args.out}, vLLM may: {problems[0]}{more}", stacklevel=2)
+            raise Failure(f"{args.model}: no library could load this in qao's layout: {problems[0]}{more}")
+        warnings.warn(f"qao cannot load {args.model} or {args.out}, but vLLM may: {problems[0]}{more}", stacklevel=2)
     dtype = float_dtype(source)
 
     def layer(name: str) -> Step:

@@ -24,13 +24,13 @@ def add(commands: Any) -> None:
         commands,
         "doctor",
         run,
-        "run every operator against its reference, and say which scheme is fastest here",
-        "Versions, GPU, driver and instruction set, then every operator on every device, then a layer of every scheme\n"
-        "beside F.linear in bfloat16, about two seconds a device. Put the output into every bug report. The exit\n"
-        "status is 1 if a check fails.",
+        "check every operator against its reference, and show which scheme is fastest here",
+        "Shows versions, GPU, driver and instruction set, checks every operator on every device, and times a layer of\n"
+        "every scheme against F.linear in bfloat16, about two seconds per device. Include the output in bug reports.\n"
+        "The exit status is 1 if a check fails.",
         "qao doctor\nqao doctor --json > doctor.json",
     )
-    parser.add_argument("--facts", action="store_true", help="only what the installation is, as qao alone tells")
+    parser.add_argument("--facts", action="store_true", help="show the installation only, like qao without a command")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def _speeds(output: Output) -> list[dict[str, Any]]:
         device = torch.device(name)
         words = [word for word, kind in SCHEMES.items() if device.type in kind.devices]
         layers = copies_of_layers(_SIZE, _SIZE, words, device, _BYTES)
-        output.say(f"\n{name}: times as fast as F.linear in bfloat16, {_SIZE}x{_SIZE}")
+        output.say(f"\n{name}: speedup over F.linear in bfloat16, {_SIZE}x{_SIZE}")
         cells = []
         for tokens in _TOKENS:
             x = torch.randn(tokens, _SIZE, device=device).bfloat16()
@@ -109,7 +109,7 @@ def _build() -> list[tuple[str, str]]:
     from ..schemes.base import _host
 
     if _host is None:
-        problem = doctor.host_problem() or "this build has no qao._host; the operators work without it"
+        problem = doctor.host_problem() or "this build has no qao._host; the operators do not need it"
         return [("build", f"unknown: {problem}")]
     build, cpu = _host.build_info(), _host.cpu_features()
     cuda = f"CUDA {build['cuda']} ({', '.join(build['archs'])})" if build["cuda"] else "no CUDA kernels"
@@ -126,7 +126,7 @@ def _gpus() -> list[tuple[str, str]]:
     import torch
 
     if not torch.cuda.is_available():
-        return [("GPU", "none that torch can use")]
+        return [("GPU", "none that torch supports")]
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     driver = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))

@@ -11,14 +11,14 @@ from .common import Failure, Output, add_scheme_options, command, counted, progr
 from .model import add_model_options, load_model, load_tokenizer
 
 _DESCRIPTION = """
-Perplexity and bits per byte over windows of a text, each predicted from its own tokens. Two models are compared window
-by window, so that the standard error of the difference is far smaller than that of either figure:
-  --against MODEL2   MODEL beside MODEL2
-  --scheme ...       a float MODEL, quantized while it is loaded, beside itself (or MODEL2)
-With --layers each layer of MODEL in floats is quantized alone, and the table has those that change the predictions
-most: their divergence from the float model's (Kullback-Leibler), with its standard error over windows.
-Without --text it is the text of Python's own help (pydoc), which depends on the version of Python: good to compare
-models on one machine, not to compare with figures of others.
+Computes perplexity and bits per byte over windows of a text; each window is predicted without the ones before it. Two
+models are compared window by window, so the standard error of the difference is far smaller than that of either model:
+  --against MODEL2   compare MODEL with MODEL2
+  --scheme ...       quantize a float MODEL while it is loaded, and compare it with the float model (or MODEL2)
+With --layers, each layer of a float MODEL is quantized alone. The table lists the layers that change the predictions
+most: the Kullback-Leibler divergence from the float model, with its standard error over windows.
+Without --text, the text is Python's own help (pydoc), which depends on the version of Python: use it to compare models
+on one machine, not with published numbers.
 """
 _EXAMPLES = """
 qao eval Qwen3-8B-int4 --against Qwen3-8B --text wikitext.txt --windows 100
@@ -29,18 +29,20 @@ qao eval SmolLM2-135M-Instruct.gguf --json
 
 
 def add(commands: Any) -> None:
-    parser = command(commands, "eval", run, "perplexity, of one model or beside another", _DESCRIPTION, _EXAMPLES)
+    parser = command(commands, "eval", run, "measure perplexity, or compare two models", _DESCRIPTION, _EXAMPLES)
     add_model_options(parser)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="in UTF-8")
-    parser.add_argument("--windows", type=int, default=20, metavar="N", help="at most so many (20)")
-    parser.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of each (512)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text in UTF-8")
+    parser.add_argument("--windows", type=int, default=20, metavar="N", help="at most N windows (20)")
+    parser.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of a window (512)")
     parser.add_argument("--against", metavar="MODEL2", help="a model with the same tokenizer")
     add_scheme_options(parser, required=False)
     group = parser.add_argument_group("layers")
-    group.add_argument("--layers", action="store_true", help="quantize one layer at a time, and compare these")
-    group.add_argument("--worst", type=int, default=20, metavar="N", help="rows of the table (20); --json has all")
+    group.add_argument("--layers", action="store_true", help="quantize one layer at a time and rank them")
     group.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw all layers: .png, .svg or .pdf; needs matplotlib"
+        "--worst", type=int, default=20, metavar="N", help="rows in the table (20); --json has all layers"
+    )
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot all layers to a .png, .svg or .pdf file; needs matplotlib"
     )
 
 
@@ -51,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("--windows and --window must be at least 1")
     options = (args.group_size, args.budget_bits, args.granularity)
     if args.scheme is None and (args.symmetric or args.set or any(option is not None for option in options)):
-        args.parser.error("--group-size, --budget-bits, --symmetric, --granularity and --set belong to a --scheme")
+        args.parser.error("--group-size, --budget-bits, --symmetric, --granularity and --set need a --scheme")
     if args.layers and (args.scheme is None or args.against):
-        args.parser.error("--layers needs a --scheme, and takes no --against")
+        args.parser.error("--layers needs a --scheme and cannot be combined with --against")
     if args.worst < 1 or (args.plot and not args.layers):
-        args.parser.error("--worst must be at least 1, and --plot belongs to --layers")
+        args.parser.error("--worst must be at least 1, and --plot needs --layers")
     output, scheme = Output(args), scheme_of(args) if args.scheme else None
     text = _text(args.text)
     if args.layers:
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         tokens,
         count,
     ):
-        raise Failure(f"{args.model} and {args.against} have different tokenizers: nothing to compare token by token")
+        raise Failure(f"{args.model} and {args.against} have different tokenizers, so they cannot be compared")
 
     name = args.model if scheme is None else f"{args.model}, {scheme}"
     results = {name: _evaluate(args, args.model, scheme, tokens, count)}
@@ -127,5 +129,5 @@ def _tokens(tokenizer: Any, text: str, most: int) -> tuple[list[int], int]:
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     first, ids = ([begin], ids[:most]) if begin is not None else (ids[:1], ids[1 : most + 1])
     if not ids:
-        raise Failure("the text is too short: it has no two tokens")
+        raise Failure("the text is too short: it has fewer than two tokens")
     return first + ids, len(tokenizer.decode(ids).encode())

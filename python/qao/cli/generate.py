@@ -18,8 +18,8 @@ from .model import (
 )
 
 _DESCRIPTION = """
-The text appears as it is made; figures follow on stderr. The prompt is taken as it is, or as a question to a chat model
-with --chat. "-" reads it from stdin.
+Streams the text to stdout, then prints the speed to stderr. The prompt is continued as it is; with --chat it is a
+message to a chat model. The prompt "-" is read from stdin.
 """
 _EXAMPLES = """
 qao generate Qwen3-8B-int4 "The capital of France is" --max-new-tokens 20
@@ -28,10 +28,10 @@ qao generate SmolLM2-135M-Instruct.gguf --chat "What is the capital of France?" 
 
 
 def add(commands: Any) -> None:
-    parser = command(commands, "generate", run, "write on after a prompt", _DESCRIPTION, _EXAMPLES)
+    parser = command(commands, "generate", run, "generate text from a prompt", _DESCRIPTION, _EXAMPLES)
     add_model_options(parser)
     parser.add_argument("prompt", metavar="PROMPT")
-    parser.add_argument("--chat", action="store_true", help="through the model's chat template")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
     add_generation_options(parser)
 
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_generation(args)
     if args.system and not args.chat:
-        args.parser.error("--system belongs to --chat")
+        args.parser.error("--system needs --chat")
     output = Output(args)
     tokenizer = load_tokenizer(args, args.model)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -66,6 +66,6 @@ def run(args: argparse.Namespace) -> int:
 def chat_ids(tokenizer: Any, messages: list[dict[str, str]], path: str) -> Any:
     """ids [1, T] of a conversation, ending where the model answers."""
     if not tokenizer.chat_template:
-        raise Failure(f"{path} has no chat template, so it is no chat model; use qao generate without --chat")
+        raise Failure(f"{path} has no chat template, so it is not a chat model; use qao generate without --chat")
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]

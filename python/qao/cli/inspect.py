@@ -9,9 +9,9 @@ from typing import Any
 from .common import Output, add_source_options, command, local_path
 
 _DESCRIPTION = """
-Layers, schemes, bytes and bits per weight, what is in float, and what is odd: layers that differ from their like, big
-matrices in float, parts that are left out. Only names and sizes are read; --check and --against read every number.
-The exit status is 1 if a number is NaN or Inf, or a layer cannot be read.
+Lists layers, schemes, bytes and bits per weight, parts in float, and irregularities: layers that differ from their
+counterparts in other blocks, large matrices in float, parts that are ignored. Reads names and sizes only; --check and
+--against read every number. The exit status is 1 if a number is NaN or Inf, or a layer cannot be read.
 """
 _EXAMPLES = """
 qao inspect Qwen3-8B-AWQ

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, output: Output, scheme: Any, tokens: list[int]
     total = sum(cost.divergence for cost in costs)
     header = ("layer", "shape", "scheme", "divergence, nats", "of all", "loss, nats", "error")
     output.say(
-        f"{args.model}: perplexity {whole.perplexity:.4f}, {whole.bits_per_byte:.4f} bits per byte in floats; one "
+        f"{args.model}: perplexity {whole.perplexity:.4f}, {whole.bits_per_byte:.4f} bits per byte in float; one "
         f"layer at a time under {scheme}, {counted(len(whole.window_tokens), 'window')}"
     )
     output.say("\n".join(table(header, [_cells(cost, total) for cost in ranked[: args.worst]])))
@@ -87,7 +87,7 @@ def draw(costs: Sequence[LayerCost], path: Path, title: str) -> None:
     if any(cost.divergence > 0 for cost in costs):
         axes.set_yscale("log", nonpositive="clip")
     axes.set_xlabel("block")
-    axes.set_ylabel("divergence, nats a token")
+    axes.set_ylabel("divergence, nats per token")
     axes.set_title(f"One layer at a time under {title}")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)

@@ -21,17 +21,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="a directory, quantized or float, a .gguf file, or owner/name on the hub"
     )
     add_source_options(parser)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of what is not quantized (that of the file)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of float parts (default: as in the file)")
 
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (512)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token (model's own)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="the likeliest tokens that make up this share of 1")
-    parser.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens; 0: all (model's own)")
-    parser.add_argument("--system", metavar="TEXT", help="a message before all others that tells how to answer")
-    parser.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer, at most (512)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens; 0: all")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument("--seed", type=int, default=0, help="seed for sampling (0)")
 
 
 def load_model(args: argparse.Namespace, path: str, scheme: Any = None, **options: Any) -> Any:
@@ -54,7 +56,7 @@ def load_model(args: argparse.Namespace, path: str, scheme: Any = None, **option
     else:
         model = from_pretrained(local, scheme=scheme, device=device, dtype=dtype, **code, **options)
     if not hasattr(model, "generate") or not model.can_generate():
-        raise Failure(f"{path} is a {type(model).__name__}, no language model that writes text")
+        raise Failure(f"{path} is a {type(model).__name__}, not a model that generates text")
     if not args.quiet:
         print(f"qao: {path}: {_about(model, device)}", file=sys.stderr)
     return model.eval()
@@ -86,7 +88,7 @@ def load_tokenizer(args: argparse.Namespace, path: str) -> Any:
             return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         return transformers.AutoTokenizer.from_pretrained(str(file if file.is_dir() else file.parent), **options)
     except Exception as error:  # transformers raises many types if there is no readable tokenizer
-        raise Failure(f"{path}: no tokenizer that transformers can read: {one_line(error)}") from error
+        raise Failure(f"{path}: transformers cannot read its tokenizer: {one_line(error)}") from error
 
 
 def _transformers() -> Any:
@@ -191,6 +193,6 @@ def check_generation(args: argparse.Namespace) -> None:
     if args.top_k is not None and args.top_k < 0:
         args.parser.error(f"--top-k {args.top_k}: must be 0 or a positive number")
     if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
-        args.parser.error("--temperature 0 takes the likeliest token: it leaves --top-p and --top-k nothing to do")
+        args.parser.error("--temperature 0 always takes the most likely token; leave out --top-p and --top-k")
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         args.parser.error(f"--temperature {args.temperature}: must be 0 or a positive number")

@@ -40,7 +40,7 @@ class Group:
             made = converter.convert(self.target, model=self.model, config=self.model.config)
         except Exception as error:  # transformers' operations raise many types for tensors that do not fit
             raise Failure(
-                f"{self.sources[0]}: transformers cannot make {self.target} of it and {len(self.sources) - 1} more "
+                f"{self.sources[0]}: transformers cannot make {self.target} from it and {len(self.sources) - 1} more "
                 f"tensors: {one_line(error)}"
             ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

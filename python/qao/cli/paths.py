@@ -19,6 +19,6 @@ def check_paths(args: argparse.Namespace) -> None:
     for name in ("text", "calibrate"):
         path = getattr(args, name, None)
         if path is not None and not path.is_file():
-            raise Failure(f"{path}: {'is a directory, no text' if path.is_dir() else 'no such file'}")
+            raise Failure(f"{path}: {'is a directory, not a text file' if path.is_dir() else 'no such file'}")
     if (out := getattr(args, "out", None)) is not None:
         check_out(out, args.model, args.force)

@@ -57,7 +57,7 @@ class Plan:
         problems: mismatches of file and model that would also fail on loading, in tensors that stay unchanged.
 
     Raises:
-        Failure: no layer is to be quantized, or the file lacks one that the config has.
+        Failure: there are no layers to quantize, or the file lacks one that the config has.
         ValueError: a pattern of ``exclude`` matches no module.
     """
 
@@ -79,7 +79,7 @@ class Plan:
         model.to(self._usual)
         self._names = Names(stored_shapes(source), copy.deepcopy(model))  # conversions need the float modules
         self.problems = [f"{name} is missing" for name in model.state_dict() if name not in self._names.groups]
-        self.problems += [f"{name} is no tensor of the model" for name in self._names.left_over]
+        self.problems += [f"{name} is not a tensor of the model" for name in self._names.left_over]
         # Parts of tensor names that transformers keeps in float32, regardless of the model's dtype.
         kept = (getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
         self._kept = {part for parts in kept for part in parts}
@@ -105,7 +105,7 @@ class Plan:
             row.note = row.note and row.note.replace("embeddings=True", "--embeddings")
         self._modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
         if self._modules.keys() == self._stored.keys():
-            raise Failure("; ".join(("no layer is to be quantized", *self.report.reasons)))
+            raise Failure("; ".join(("no layers to quantize", *self.report.reasons)))
         self._projections = dict(_projections(model))
         rows = {row.name: row for row in self.report.rows}
         of = {name: one.weight for name, one in self._projections.items()}
@@ -189,7 +189,7 @@ class Plan:
         shape = tuple((weight.mT if parts.transposed else weight).shape) if weight.dim() == 3 else ()
         if shape != module.shape or weight.dtype not in _FLOATS:
             raise Failure(
-                f"{parts.weight} is {weight.dtype}{list(weight.shape)} in the file, and the config makes it float of "
+                f"{parts.weight} is {weight.dtype}{list(weight.shape)} in the file; the config says float of "
                 f"shape {list(module.shape)}"
             )
         bias = None if parts.bias is None else kernel_bias(self._tensor(source, parts.bias), torch.device("cpu"))
@@ -206,7 +206,7 @@ class Plan:
         if tuple(weight.shape) != sizes or weight.dtype not in _FLOATS:
             found = f"{weight.dtype}{list(weight.shape)}"
             prefix = self._prefix[name]
-            raise Failure(f"{prefix}.weight is {found}, and the config makes it float of shape {list(sizes)}")
+            raise Failure(f"{prefix}.weight is {found} in the file; the config says float of shape {list(sizes)}")
         return weight
 
     def _tensor(self, source: Checkpoint, name: str) -> Tensor:
@@ -323,9 +323,9 @@ class Plan:
                 return f"{name} is a {module.stands_for}, no Linear"
             scheme = module.scheme
             if name in self._stored and isinstance(scheme, Int4Weight) and not scheme.symmetric:
-                return "zero points of Q4_1 are no whole numbers; --requantize quantizes these layers too"
+                return "zero points of Q4_1 are not integers; --requantize quantizes these layers too"
             if isinstance(scheme, Int4Weight) and not scheme.symmetric and not scheme.whole_zeros:
-                return "its zero points are no whole numbers; --for vllm (or --set whole_zeros=true) makes them so"
+                return "its zero points are not integers; --for vllm (or --set whole_zeros=true) rounds them"
         return "several layers share a weight" if len(self._tied()) < len(self._modules) else None
 
 

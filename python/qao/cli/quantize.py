@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from ..checkpoints.base import Checkpoint
 
 _DESCRIPTION = """
-MODEL is a directory of Hugging Face (config.json and safetensors), a float .safetensors file, or a .gguf file. It is
-read, quantized and written layer by layer: memory holds a few layers, never the model. The same layers are quantized as
-by qao.quantize_ in Python: linear layers, but no embeddings, no routers or others that are no plain nn.Linear, and no
-heads tied to an embedding (--embeddings quantizes both).
+MODEL is a Hugging Face directory (config.json and safetensors), a float .safetensors file, or a .gguf file. It is read,
+quantized and written layer by layer: memory holds a few layers, never the whole model. The command quantizes the same
+layers as qao.quantize_ in Python: linear layers, but not embeddings, routers, other modules that are not a plain
+nn.Linear, or heads tied to an embedding (--embeddings quantizes both).
 
-OUT is a directory in the layout of compressed-tensors, which vLLM and transformers load, with or without qao; where
-that cannot hold the result, in qao's own, which they load where qao is installed. int4 with its default zero points,
-which are no whole numbers, is such a result: --for vllm makes them whole, at some loss. Tokenizer, chat template, code,
-adapters and other files are copied.
+OUT is a directory in the layout of compressed-tensors, which vLLM and transformers load with or without qao. If that
+cannot hold the result, the layout is qao's own, which they load where qao is installed. An example is int4 with its
+default float zero points: --for vllm rounds them to integers, at some loss. Tokenizer, chat template, code, adapters
+and other files are copied.
 
-Of a .gguf file, layers in Q4_0 and Q4_1 keep their numbers, as in qao.from_pretrained, and the others get the scheme;
---requantize quantizes those layers too, at a further loss.
+In a .gguf file, layers in Q4_0 and Q4_1 keep their values, as in qao.from_pretrained, and the other layers get the
+scheme; --requantize quantizes all of them, at a further loss.
 
-With --calibrate TEXT the model is loaded by transformers and quantized so that it does well on that text: fewer errors
-at the same size and speed, for minutes of work and the memory of the float model and the quantized one.
+With --calibrate TEXT, transformers loads the model, and its layers are quantized to do well on that text. Errors become
+smaller at the same size and speed. This takes minutes, and memory for both the float and the quantized model.
 """
 _EXAMPLES = r"""
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4
@@ -64,30 +64,38 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="leave a module and all in it, or re:<pattern> for whole names; again for more",
+        help="keep a module and its children in float; re:<pattern> matches whole names; repeatable",
     )
-    parser.add_argument("--embeddings", action="store_true", help="quantize embeddings tied to the head, with it")
-    parser.add_argument("--requantize", action="store_true", help="of a .gguf file, layers in four bits too")
-    parser.add_argument("--dtype", choices=DTYPES, help="of what stays in float (that of the file)")
+    parser.add_argument("--embeddings", action="store_true", help="quantize tied heads together with their embeddings")
+    parser.add_argument(
+        "--requantize", action="store_true", help="in a .gguf file, also quantize layers that have four bits"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of parts that stay in float (default: as in the file)")
     group = parser.add_argument_group("calibration")
-    group.add_argument("--calibrate", type=Path, metavar="TEXT", help="a text like those the model is for, in UTF-8")
-    group.add_argument("--method", choices=METHODS, default="gptq", help="gptq (default), or smoothquant before it")
-    group.add_argument("--samples", type=int, default=128, metavar="N", help="pieces of the text, at most (128)")
-    group.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of each (512)")
-    parser.add_argument("--device", help="where to quantize: cpu (default), cuda, cuda:1")
+    group.add_argument(
+        "--calibrate", type=Path, metavar="TEXT", help="a text in UTF-8 that is typical of the model's input"
+    )
+    group.add_argument(
+        "--method", choices=METHODS, default="gptq", help="gptq (default), or smoothquant followed by gptq"
+    )
+    group.add_argument("--samples", type=int, default=128, metavar="N", help="at most N pieces of the text (128)")
+    group.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of a piece (512)")
+    parser.add_argument("--device", help="device that quantizes: cpu (default), cuda or cuda:1")
     add_output_options(parser)
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--to", choices=FORMATS, help="layout of the result (compressed-tensors where it can)")
+    parser.add_argument("--to", choices=FORMATS, help="layout of the result (default: compressed-tensors if possible)")
     parser.add_argument(
         "--for",
         dest="reader",
         choices=READERS,
-        help="who is to load the result without qao: an error where it could not; qao: anything that qao loads",
+        help="library that must load the result without qao; fails if it cannot. With qao, any layout is allowed",
     )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is a directory with a model")
-    parser.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of a file of the result (5)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a directory that holds a model")
+    parser.add_argument(
+        "--shard-size", type=float, default=5.0, metavar="GB", help="maximum size of an output file (5)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     args.model = local_path(args.model, args.revision)
     if (args.model / "model_index.json").exists() and not (args.model / "config.json").exists():
         raise Failure(
-            f"{args.model} is a pipeline of diffusers. In Python: DiffusionPipeline.from_pretrained(MODEL, "
+            f"{args.model} is a diffusers pipeline. Use Python: DiffusionPipeline.from_pretrained(MODEL, "
             "quantization_config=PipelineQuantizationConfig(quant_mapping={...: qao.QaoConfig(scheme)}))"
         )
     source = open_to_quantize(args.model)
@@ -129,7 +137,7 @@ def check_source(args: argparse.Namespace, source: Checkpoint) -> None:
     from ..checkpoints.opening import is_for_a_scheme
 
     if args.requantize and source.format != "gguf":
-        args.parser.error(f"--requantize: is for .gguf files, and {args.model} is none")
+        args.parser.error(f"--requantize is for .gguf files, and {args.model} is not one")
     if not args.requantize and not is_for_a_scheme(source, args.embeddings):
-        more = ", --requantize quantizes its layers anew" if source.format == "gguf" else ""
-        raise Failure(f"{args.model} is quantized already ({source.format}); qao convert changes its layout{more}")
+        more = ", and --requantize quantizes its layers again" if source.format == "gguf" else ""
+        raise Failure(f"{args.model} is already quantized ({source.format}); qao convert changes its layout{more}")

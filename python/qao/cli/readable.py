@@ -48,7 +48,7 @@ def reading_problems(
     problems = [f"{name} is missing" for name in missing]
     ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     left_over = [name for name in names.left_over if not any(one.search(name) for one in ignored)]
-    return problems + [f"{name} is no tensor of the model" for name in left_over]
+    return problems + [f"{name} is not a tensor of the model" for name in left_over]
 
 
 def check_readable(directory: Path, layers: Mapping[str, Scheme], known: list[str], trust: bool = False) -> None:

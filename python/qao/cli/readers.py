@@ -46,7 +46,7 @@ def layout_for(args: argparse.Namespace) -> None:
     if args.reader in (None, "qao"):
         return
     if args.to == "qao":
-        args.parser.error(f"--to qao: {args.reader} does not load that without qao")
+        args.parser.error(f"--to qao: {args.reader} cannot load this layout without qao")
     args.to = "compressed-tensors"
 
 
@@ -64,9 +64,9 @@ def _obstacle(reader: str | None, scheme: Scheme) -> str | None:
     if not isinstance(scheme, Int4Weight):
         return None
     if reader == "vllm" and scheme.activations == "int8" and not scheme.symmetric:
-        return f"vLLM has no zero points with int8 activations ({scheme}): add --symmetric"
+        return f"vLLM does not support zero points with int8 activations ({scheme}): add --symmetric"
     if reader == "vllm" and scheme.activations == "fp8" and scheme.size != 128:
-        return f"vLLM has {scheme.word} for groups of 128 alone: --group-size 128"
+        return f"vLLM supports {scheme.word} only in groups of 128: add --group-size 128"
     if reader == "transformers" and not scheme.symmetric:
         return f"transformers refuses the zero points of {scheme} in compressed-tensors: add --symmetric"
     return None

@@ -70,7 +70,7 @@ class ShardWriter:
         self._room -= room
         for name, tensor in tensors.items():
             if name in self._names:
-                raise Failure(f"{name}: two tensors of this name")
+                raise Failure(f"{name}: two tensors have this name")
             self._names.add(name)
             self.bytes += tensor.nbytes
             if tensor.nbytes % _ALIGNMENT:  # misaligns what follows: small tensors, written at the end

@@ -21,8 +21,8 @@ def skeleton(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
     """
     if not checkpoint.config:
         warnings.warn(
-            "there is no config.json: every matrix named *.weight counts as a linear layer, unless its name speaks of "
-            "an embedding. Use --exclude for what is none.",
+            "there is no config.json: every matrix named *.weight is treated as a linear layer, unless its name "
+            "suggests an embedding. Use --exclude for other matrices.",
             stacklevel=2,
         )
         return _by_names(checkpoint)
@@ -37,18 +37,18 @@ def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
     """
     config = checkpoint.config
     if "_class_name" in config:
-        raise Failure(f"{config['_class_name']} is a model of diffusers: use qao.quantize_ and qao.save in Python")
+        raise Failure(f"{config['_class_name']} is a diffusers model: use qao.quantize_ and qao.save in Python")
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        raise Failure("config.json names no model_type, so it is not known which model this is")
+        raise Failure("config.json has no model_type, so the model class is unknown")
     try:
         import transformers
     except ImportError:
-        raise Failure("transformers is needed to know the layers of this model: pip install transformers") from None
+        raise Failure("transformers is needed to find the layers of this model: pip install transformers") from None
     files = getattr(checkpoint, "_files", None)
     directory = None if files is None else files.directory
     if config.get("auto_map") and not trust and kind not in transformers.CONFIG_MAPPING:
-        raise Failure(f"{kind} is a model of code in its own directory: --trust-remote-code runs that code")
+        raise Failure(f"the code of {kind} is in the model's directory: --trust-remote-code allows it to run")
     try:
         parsed = _parsed(config, directory, trust)
         chosen = _class_of(parsed, directory, trust)
@@ -58,7 +58,7 @@ def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
     except Failure:
         raise
     except Exception as error:  # a hostile or unknown config can cause any error
-        raise Failure(f"config.json: transformers makes no {kind} model of it: {one_line(error)}") from error
+        raise Failure(f"config.json: transformers cannot make a {kind} model from it: {one_line(error)}") from error
     return model
 
 
@@ -89,7 +89,7 @@ def _class_of(parsed: Any, directory: Path | None, trust: bool) -> Any:
             raise Failure(f"transformers {transformers.__version__} has no {name}")
         return known
     if not trust:
-        raise Failure(f"{name} is code in the directory of the model: --trust-remote-code runs it")
+        raise Failure(f"the code of {name} is in the model's directory: --trust-remote-code allows it to run")
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     return get_class_from_dynamic_module(reference, str(directory))

@@ -43,10 +43,10 @@ def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
                 parent.rmdir()
         full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         if isinstance(error, OSError) and error.errno in full:
-            raise Failure(f"{out}: {error.strerror}; what was written is removed again") from error
+            raise Failure(f"{out}: {error.strerror}; partial output was removed") from error
         for code in full:  # safetensors raises an exception without an errno
             if isinstance(error, Exception) and f"(os error {code})" in str(error):
-                raise Failure(f"{out}: {os.strerror(code)}; what was written is removed again") from error
+                raise Failure(f"{out}: {os.strerror(code)}; partial output was removed") from error
         raise
 
 
@@ -57,9 +57,9 @@ def check_out(out: Path, source: Path, force: bool) -> None:
     if not force:
         raise Failure(f"{out} exists; choose another name, or replace it with --force")
     if not out.is_dir() or out.is_symlink():
-        raise Failure(f"{out} is no directory; --force replaces only directories with a model")
+        raise Failure(f"{out} is not a directory; --force only replaces directories that hold a model")
     if source.resolve().is_relative_to(out.resolve()):
-        raise Failure(f"{out} is what is read ({source}); choose another name")
+        raise Failure(f"{out} is the input ({source}); choose another name")
     # A mistyped path must not delete a home directory.
     if any(out.iterdir()) and not (list(out.glob("*.safetensors")) or (out / "config.json").exists()):
-        raise Failure(f"{out} holds no model; --force replaces only directories with one")
+        raise Failure(f"{out} holds no model; --force only replaces directories that do")

@@ -69,7 +69,7 @@ class Figures:
         rate = size(self.bytes_read / max(self.seconds, 1e-9))
         return (
             f"{size(self.bytes_read)} read, {size(self.bytes_written)} written in {self.seconds:.1f} s ({rate}/s), "
-            f"at most {size(self.peak_memory)} of memory"
+            f"peak memory {size(self.peak_memory)}"
         )
 
 
@@ -172,7 +172,7 @@ def choose_format(
         return "compressed-tensors"
     if wanted:
         raise Failure(f"compressed-tensors cannot hold this: {reason}; use --to qao")
-    warnings.warn(f"written in qao's own layout, since compressed-tensors cannot hold this: {reason}", stacklevel=2)
+    warnings.warn(f"written in qao's own layout, because compressed-tensors cannot hold this: {reason}", stacklevel=2)
     return "qao"
 
 
@@ -218,9 +218,9 @@ def copy_others(model: Path, directory: Path) -> None:
             (directory / inside).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, directory / inside)
     if left:
-        warnings.warn(f"not copied, since they hold the model in another form: {', '.join(left)}", stacklevel=2)
+        warnings.warn(f"not copied, because they hold the model in another format: {', '.join(left)}", stacklevel=2)
     if broken:
-        warnings.warn(f"not copied, since they are no files (broken links?): {', '.join(broken)}", stacklevel=2)
+        warnings.warn(f"not copied, because they are not files (broken links?): {', '.join(broken)}", stacklevel=2)
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -249,4 +249,4 @@ def _tokenizer_of_gguf(model: Path, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name)
         tokenizer.save_pretrained(str(directory))
     except Exception as error:  # transformers supports few GGUF tokenizers; the weights are usable without one
-        warnings.warn(f"no tokenizer is written: {one_line(error)}", stacklevel=2)
+        warnings.warn(f"no tokenizer was written: {one_line(error)}", stacklevel=2)
