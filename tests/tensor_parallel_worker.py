@@ -283,7 +283,7 @@ def errors_name_what_works(folder: Path) -> None:
     k, most = 32 * (WORLD + 1), f", {WORLD + 1}."  # a group more than ranks
     odd = layer(64, k, SCHEMES["int4"])
     raises(
-        ValueError, lambda: parallelize_module(odd, mesh(), Rowwise()), f"[64, {k}]", "32 at a time", "work: 1", most
+        ValueError, lambda: parallelize_module(odd, mesh(), Rowwise()), f"[64, {k}]", "in units of 32", "work: 1", most
     )
     assert type(odd) is qao.QuantLinear and odd.in_features == k
     blocks = layer(128 * (WORLD + 1), 128, SCHEMES["fp8 block"])
@@ -291,7 +291,7 @@ def errors_name_what_works(folder: Path) -> None:
     raises(ValueError, lambda: parallelize_module(layer(1, 64, SCHEMES["int8"]), mesh(), Colwise()), "work: 1.")
     raises(TypeError, lambda: parallelize_module(nn.Conv1d(1, 1, 1), mesh(), Colwise()), "Conv1d")
     sharded = parallelize_module(layer(64, 64, SCHEMES["int8"]), mesh(), Colwise())
-    raises(TypeError, lambda: parallelize_module(sharded, mesh(), Rowwise()), "sharded already", "rows 0:32 of 64"[:4])
+    raises(TypeError, lambda: parallelize_module(sharded, mesh(), Rowwise()), "already sharded", "rows 0:32 of 64"[:4])
     auto = nn.Sequential(parallelize_module(nn.Linear(512, 512), mesh(), Colwise()))
     scheme = qao.Int4WeightOnly(group_size="auto", budget_bits=5)
     raises(ValueError, lambda: qao.quantize_(auto, scheme), "auto", "differ")

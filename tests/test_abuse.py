@@ -220,7 +220,7 @@ def test_what_is_no_tensor_of_the_other_functions() -> None:
     embedding = qao.QuantEmbedding.from_embedding(nn.Embedding(8, 64), SCHEMES[0])
     with pytest.raises(RuntimeError, match="qao::int4_embedding: ids must be a tensor"):
         embedding(None)
-    with pytest.raises(RuntimeError, match="qao::int4_mm: an argument is no tensor.*x: None"):
+    with pytest.raises(RuntimeError, match="qao::int4_mm: an argument is not a tensor.*x: None"):
         qao.QuantLinear.empty(64, 48, scheme=SCHEMES[0], device="meta")(None)
 
 
@@ -350,7 +350,7 @@ def test_a_second_copy_of_the_package_is_an_import_error(copied: Path) -> None:
     """)
     assert run.returncode == 0, run.stderr
     message, still_works = run.stdout.splitlines()
-    assert f"another copy of qao already, from {PACKAGE / '_C.so'}" in message and str(copied) in message
+    assert f"already loaded another copy of qao, from {PACKAGE / '_C.so'}" in message and str(copied) in message
     assert still_works == "0.0"
 
 
@@ -417,7 +417,7 @@ def test_threads_and_copies(scheme: qao.Scheme, device: str) -> None:
 # ---- qao._host -------------------------------------------------------------------------------------------------------
 
 
-HOSTS = [("_host{}", "does not load: "), ("_host.cpython-39-x86_64-linux-gnu.so", "it is for another Python")]
+HOSTS = [("_host{}", "cannot be loaded: "), ("_host.cpython-39-x86_64-linux-gnu.so", "it is for a different version")]
 
 
 @pytest.mark.parametrize("name,said", HOSTS)
@@ -435,4 +435,4 @@ def test_a_broken_host_module_is_said(name: str, said: str, copied: Path, tmp_pa
     failed = [line for line in run.stdout.splitlines() if line.startswith("FAIL")]
     assert len(failed) == 1 and "qao._host" in failed[0]  # the operators work
     for line in (build, failed[0]):
-        assert f"{broken} does not load: " in line and said in line
+        assert f"{broken} cannot be loaded: " in line and said in line

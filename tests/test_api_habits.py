@@ -82,7 +82,7 @@ def test_filters_and_schemes_in_either_order(function: Any) -> None:
         (lambda a, b: isinstance(a, nn.Linear), r"whether \(a, b\) is \(name, module\) or \(module, name\) is unclear"),
         (lambda *both: isinstance(both[0], nn.Linear), r"whether \(\*both\) is"),
         (lambda name, fqn: True, r"whether \(name, fqn\) is"),
-        (lambda module: True, r"is called with a name and a module, and takes \(module\)"),
+        (lambda module: True, r"is called with a name and a module, but takes \(module\)"),
         (lambda name, module, other: True, r"takes \(name, module, other\)"),
         (max, "has no signature"),
     ],

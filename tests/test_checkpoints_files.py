@@ -67,7 +67,7 @@ def test_tensors_with_several_names(tmp_path: Path) -> None:
         '{"x": "y", "y": "x"}',
     ):
         write(tmp_path, tensors, {}, aliases=bad)
-        with pytest.raises(CheckpointError, match="aliases|cannot be"):
+        with pytest.raises(CheckpointError, match="aliases|is impossible"):
             open_checkpoint(tmp_path)
 
 
@@ -75,11 +75,11 @@ def test_native_marker_that_lies(tmp_path: Path) -> None:
     layer = qao.QuantLinear.from_linear(torch.nn.Linear(64, 16), qao.Int4WeightOnly(32))
     tensors = {f"a.{name}": tensor for name, tensor in layer.state_dict().items()}
     for change, message in (
-        ({"out_features": 1 << 62}, "is no weight"),
+        ({"out_features": 1 << 62}, "is not the shape of a weight"),
         ({"out_features": 32}, "of shape \\[2, 1, 512\\]"),
         ({"in_features": -1}, "not a marker"),
         ({"version": 99}, "newer qao"),
-        ({"scheme": {"scheme": "int3"}}, "is no scheme"),
+        ({"scheme": {"scheme": "int3"}}, "is not a scheme"),
         ({"scheme": {"scheme": "int4", "group_size": 7}}, "group_size"),
         ({"dtype": "load"}, "not a marker"),
     ):
@@ -127,13 +127,13 @@ def test_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"a.weight": "../model-1.safetensors"}, "is no name of a .safetensors file"),
-        ({"a.weight": "/etc/passwd"}, "is no name of a .safetensors file"),
-        ({"a.weight": "sub/model-1.safetensors"}, "is no name of a .safetensors file"),
-        ({"a.weight": "..\\model-1.safetensors"}, "is no name of a .safetensors file"),
-        ({"a.weight": "model-1.bin"}, "is no name of a .safetensors file"),
-        ({"a.weight": 7}, "is no name of a .safetensors file"),
-        ({"a.weight": "model-9.safetensors"}, "no such file, and the index names it"),
+        ({"a.weight": "../model-1.safetensors"}, "is not the name of a .safetensors file"),
+        ({"a.weight": "/etc/passwd"}, "is not the name of a .safetensors file"),
+        ({"a.weight": "sub/model-1.safetensors"}, "is not the name of a .safetensors file"),
+        ({"a.weight": "..\\model-1.safetensors"}, "is not the name of a .safetensors file"),
+        ({"a.weight": "model-1.bin"}, "is not the name of a .safetensors file"),
+        ({"a.weight": 7}, "is not the name of a .safetensors file"),
+        ({"a.weight": "model-9.safetensors"}, "no such file, but the index says"),
         ({"c.weight": "model-1.safetensors"}, "the index says that this tensor is here"),
     ],
 )
@@ -183,7 +183,7 @@ BROKEN = {
 def test_broken_files(case: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(BROKEN[case])
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match="model.safetensors: no readable safetensors file"):
+    with pytest.raises(CheckpointError, match="model.safetensors: not a readable safetensors file"):
         open_checkpoint(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -192,7 +192,7 @@ def test_broken_files(case: str, tmp_path: Path) -> None:
 def test_a_dtype_that_qao_does_not_read(tmp_path: Path) -> None:
     header = {"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}
     (tmp_path / "model.safetensors").write_bytes(safetensors_of(header, b"\0\0"))
-    with pytest.raises(CheckpointError, match="a: the dtype F4"):
+    with pytest.raises(CheckpointError, match="a: qao does not support the dtype F4"):
         open_checkpoint(tmp_path)
 
 
@@ -206,7 +206,7 @@ def test_which_file_is_meant(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="pickle"):
             open_checkpoint(path)
     shards(tmp_path)
-    with pytest.raises(CheckpointError, match="several files might be meant"):
+    with pytest.raises(CheckpointError, match="several files could be loaded"):
         open_checkpoint(tmp_path)
     assert open_checkpoint(tmp_path / "model-1.safetensors").others == ("a.weight",)
     save_file({"c": torch.ones(1)}, tmp_path / "model.safetensors")

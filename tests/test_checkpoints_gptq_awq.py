@@ -96,7 +96,7 @@ def test_gptq_eight_bits(tmp_path: Path) -> None:
     assert checkpoint.layers["a"].scheme == qao.Int8WeightOnly()
     assert torch.equal(layer_of(checkpoint, "a").dequantize(torch.float32), weight.dequantized)
     write(tmp_path, Weight(16, 96, 32, bits=8, zero=128).gptq(), gptq(bits=8, sym=True))
-    with pytest.raises(CheckpointError, match="eight bits with groups of 32"):
+    with pytest.raises(CheckpointError, match="int8 with groups of 32"):
         open_checkpoint(tmp_path)
     write(tmp_path, Weight(16, 96, -1, bits=8).gptq(), gptq(bits=8, group_size=-1, sym=False))
     with pytest.raises(CheckpointError, match="zero points other than 128"):
@@ -157,15 +157,15 @@ HOSTILE = {
     "qweight float": (dict(qweight=lambda t: t.float()), gptq(), "must be int32"),
     "qweight 1-D": (dict(qweight=lambda t: t[0]), gptq(), "a matrix is needed"),
     "bits": ({}, gptq(bits=3), "3 bits"),
-    "bits text": ({}, gptq(bits="4"), "whole number"),
+    "bits text": ({}, gptq(bits="4"), "integer"),
     "group 0": ({}, gptq(group_size=0), "groups of 0"),
     "group 16": ({}, gptq(group_size=16), "groups of 16"),
-    "group -7": ({}, gptq(group_size=-7), "whole number from -1"),
-    "group huge": ({}, gptq(group_size=10**30), "whole number"),
-    "group a list": ({}, gptq(group_size=[32]), "whole number"),
+    "group -7": ({}, gptq(group_size=-7), "integer from -1"),
+    "group huge": ({}, gptq(group_size=10**30), "integer"),
+    "group a list": ({}, gptq(group_size=[32]), "integer"),
     "format": ({}, gptq(checkpoint_format="marlin"), "marlin"),
     "group lies": ({}, gptq(group_size=64), "of shape \\[2, 16\\]"),
-    "dynamic": ({}, gptq(dynamic={"+:(": {"bits": 4}}), "no regular expression"),
+    "dynamic": ({}, gptq(dynamic={"+:(": {"bits": 4}}), "not a regular expression"),
     "config": ({}, {"quantization_config": [1]}, "must be an object"),
     "method": ({}, {"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     "method a number": ({}, {"quantization_config": {"quant_method": 4}}, "a string"),

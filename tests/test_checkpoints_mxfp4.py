@@ -69,7 +69,7 @@ def test_as_transformers_reads_them(tmp_path: Path) -> None:
         ({"blocks": torch.zeros(E, N, 3, 16, dtype=torch.int8)}, "a.up_blocks: must be uint8"),
         ({"scales": torch.zeros(E, N, 2, dtype=torch.uint8)}, r"a.up_scales: must be uint8 .* \[3, 20, 3\]"),
         ({"scales": None}, "a.up_scales: this tensor is missing"),
-        ({"blocks": None, "scales": None}, "says mxfp4, but no tensor is quantized in that way"),
+        ({"blocks": None, "scales": None}, "says mxfp4, but no tensor is quantized that way"),
         ({"scales": torch.full((E, N, 3), 255, dtype=torch.uint8)}, "a.up_scales: holds NaN or Inf"),
         ({"scales": torch.full((E, N, 3), 254, dtype=torch.uint8)}, "a.up_scales: weights beyond bfloat16"),
     ],

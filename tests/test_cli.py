@@ -288,7 +288,7 @@ def test_a_config_of_another_model(llama: Path, tmp_path: Path, capsys: pytest.C
         assert message in stderr_line(capsys)
     (model / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes()[:-100])
     assert main(["quantize", str(model), str(tmp_path / "out"), "--scheme", "int8"]) == 1
-    assert "no readable safetensors file" in stderr_line(capsys)
+    assert "not a readable safetensors file" in stderr_line(capsys)
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
 
 

@@ -130,7 +130,7 @@ def test_what_cannot_be_quantized() -> None:
         (nn.Embedding(N, K, sparse=True), INT4, "sparse"),
         (nn.Embedding(N, K, scale_grad_by_freq=True), INT4, "scale_grad_by_freq"),
         (hooked, INT4, "forward_hooks"),
-        (nn.Embedding(N, K), Float8WeightOnly(), "quantized to int4 or int8, and fp8 has fp8 weights"),
+        (nn.Embedding(N, K), Float8WeightOnly(), "quantized to int4 or int8, but fp8 has fp8 weights"),
         (nn.Embedding(0, K), INT4, "empty"),
     ]
     for embedding, scheme, message in cases:
@@ -186,7 +186,7 @@ def test_without_it_both_stay_and_the_report_says_so() -> None:
         (lambda m: setattr(m.embed, "max_norm", 1.0), INT4, "it has max_norm, which rewrites rows"),
         (lambda m: m.embed.register_forward_hook(lambda *_: None), INT4, "it has forward_hooks, which would be lost"),
         (lambda m: setattr(m, "embed", torch.compile(m.embed)), INT4, "torch.compile was called on it and keeps it"),
-        (lambda m: None, Float8WeightOnly(), "embeddings are quantized to int4 or int8, and fp8 has fp8 weights"),
+        (lambda m: None, Float8WeightOnly(), "embeddings are quantized to int4 or int8, but fp8 has fp8 weights"),
     ],
 )
 def test_what_stands_against_it_is_said(change: Callable[[Model], Any], scheme: Scheme, note: str) -> None:

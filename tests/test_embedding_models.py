@@ -144,4 +144,5 @@ def test_a_conv1d_has_its_weight_transposed() -> None:
     model.linear.weight = model.embed.weight
     report = quantize_(model, SCHEME, embeddings=True)
     assert model.linear.weight is model.embed.weight
-    assert [row.note for row in report.problems] == ["its weight is also that of embed; a linear has it transposed"]
+    note = "its weight is also that of embed; a linear layer uses it transposed"
+    assert [row.note for row in report.problems] == [note]

@@ -143,7 +143,7 @@ def test_torch_func_in_a_compiled_function(device: str) -> None:
     same(torch.compile(gradient, backend="aot_eager")(x), 2 * layer(x) @ dense)
     same(torch.compile(tangent, backend="aot_eager")(x), x @ dense.T)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="no graph can hold torch.func or forward-mode around a quantized layer"):
+    with pytest.raises(Exception, match="a graph cannot contain torch.func or forward-mode around a quantized layer"):
         torch.compile(tangent, backend="aot_eager", fullgraph=True)(x)
 
 
@@ -179,7 +179,7 @@ def test_norm_silu(device: str) -> None:
         ):
             for actual, truth in zip(rows, wanted, strict=True):
                 same(actual, truth)
-    with pytest.raises(RuntimeError, match="qao::silu_mul: both tensors must be alike"):
+    with pytest.raises(RuntimeError, match="qao::silu_mul: both tensors must have one shape"):
         torch.func.grad(silu)(x, residual[:1])
 
 
@@ -253,14 +253,14 @@ def test_strided_nested_tensors(scheme: Scheme, device: str) -> None:
     check_close(torch.cat([part.view(-1, 70) for part in x.grad.unbind()]), dy_rows, weight.dense.T)
     same(bias.grad, dy_rows.sum(0))
     scales = torch.nested.nested_tensor([weight.operands[1].flatten()])
-    with pytest.raises(RuntimeError, match=rf"qao::{scheme.word}_mm: x alone may be a nested tensor. Got scales. "):
+    with pytest.raises(RuntimeError, match=rf"qao::{scheme.word}_mm: only x may be a nested tensor. Got scales. "):
         scheme.op(x.detach()[0], weight.operands[0], scales, None, *weight.arguments)
 
 
 def test_the_jagged_dimension_is_not_that_of_features(device: str) -> None:
     weight = PRODUCTS[0].make_weight(40, 70, device=device)
     x = torch.nested.nested_tensor([values(70, n, device=device).T for n in (2, 3)], layout=torch.jagged)
-    with pytest.raises(RuntimeError, match=r"qao::int4_mm: x alone may be a jagged .* Got jagged"):
+    with pytest.raises(RuntimeError, match=r"qao::int4_mm: only x may be a jagged .* Got jagged"):
         PRODUCTS[0].mm(x.transpose(1, 2), weight)
 
 
@@ -372,7 +372,7 @@ def test_a_bias_is_pruned_and_parametrised() -> None:
 def test_the_weight_is_not_set(change: Callable[[nn.Module], object]) -> None:
     layer = qao.QuantLinear.from_linear(nn.Linear(64, 48), qao.Int8WeightOnly())
     with pytest.raises(
-        AttributeError, match="cannot be set, pruned or parametrised. Make a module of the float weight"
+        AttributeError, match="cannot be set, pruned or parametrized. Make a module of the float weight"
     ):
         change(layer)
     assert layer(values(3, 64, device="cpu")).shape == (3, 48)
@@ -382,6 +382,6 @@ def test_torchscript_traces_and_does_not_script() -> None:
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU())
     qao.quantize_(model, qao.Int8WeightOnly())
     x = values(3, 64, device="cpu")
-    with pytest.raises(RuntimeError, match="QuantLinear: torch.jit.script cannot take it: use torch.export or"):
+    with pytest.raises(RuntimeError, match="QuantLinear: torch.jit.script does not support it: use torch.export or"):
         torch.jit.script(model)
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))

@@ -100,10 +100,10 @@ def test_every_scale_of_both_formats_is_exact() -> None:
         ({"q": torch.zeros(64, dtype=torch.uint8)}, "q must be uint8"),
         ({"scales": torch.ones(4, 2)}, r"scales must be \[4, 4\] in a float dtype .* groups of 16"),
         ({"scales": torch.ones(4, 4, dtype=torch.int32)}, "scales must be"),
-        ({"scales": torch.full((4, 4), 1.0625)}, "numbers of e4m3"),
-        ({"scales": torch.full((4, 4), -1.0)}, "numbers of e4m3"),
-        ({"scales": torch.full((4, 4), float("nan"))}, "numbers of e4m3"),
-        ({"scales": torch.full((4, 4), 480.0)}, "numbers of e4m3"),
+        ({"scales": torch.full((4, 4), 1.0625)}, "e4m3 values"),
+        ({"scales": torch.full((4, 4), -1.0)}, "e4m3 values"),
+        ({"scales": torch.full((4, 4), float("nan"))}, "e4m3 values"),
+        ({"scales": torch.full((4, 4), 480.0)}, "e4m3 values"),
         ({"divisor": torch.ones(4, dtype=torch.float64)}, "divisor must be float32"),
         ({"divisor": torch.ones(3)}, r"divisor must be float32 \[4\] or \[1\]"),
         ({"divisor": torch.zeros(1)}, "divisor must be from"),
@@ -280,7 +280,7 @@ def test_a_model_is_quantized_saved_and_loaded(scheme: Fp4WeightOnly, tmp_path: 
 
 @every_scheme
 def test_embeddings_and_experts_say_that_they_cannot(scheme: Fp4WeightOnly) -> None:
-    with pytest.raises(ValueError, match="embeddings are quantized to int4 or int8, and fp4 has fp4 weights"):
+    with pytest.raises(ValueError, match="embeddings are quantized to int4 or int8, but fp4 has fp4 weights"):
         qao.QuantEmbedding.from_embedding(nn.Embedding(8, 64), scheme)
 
 

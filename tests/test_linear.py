@@ -362,7 +362,7 @@ def test_activations_that_need_tensors_of_their_own() -> None:
 
 def test_a_checkpoint_of_another_shape_or_of_floats() -> None:
     layer = make()
-    with pytest.raises(RuntimeError, match=r"holds a weight \[17, 96\], and this .* has a weight \[40, 96\]"):
+    with pytest.raises(RuntimeError, match=r"holds a weight \[17, 96\], but this .* has a weight \[40, 96\]"):
         layer.load_state_dict(make(17, 96).state_dict())
     with pytest.raises(RuntimeError, match=r"weight: the checkpoint holds float32\[40, 96\].*before quantizing"):
         layer.load_state_dict(nn.Linear(96, 40).state_dict(), strict=False)

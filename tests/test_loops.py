@@ -73,12 +73,12 @@ def test_averages_of_other_codes_are_refused() -> None:
     qao.update_(model, new)
     averaged.update_parameters(model)  # the first only copies
     assert_same(packed(averaged.module), packed(model))
-    with pytest.raises(ValueError, match=r"AveragedModel: 0\.qweight has changed.* packed weights have no average"):
+    with pytest.raises(ValueError, match=r"AveragedModel: 0\.qweight has changed.* packed weights cannot be averaged"):
         averaged.update_parameters(make(SCHEMES[0]))
     assert_same(packed(averaged.module), packed(model))
     floats = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64), nn.Linear(64, 8))
     averaged = AveragedModel(floats)
-    with pytest.raises(ValueError, match=r"AveragedModel: 0\.qweight is quantized in one of the two"):
+    with pytest.raises(ValueError, match=r"AveragedModel: 0\.qweight is quantized in only one of the two"):
         averaged.update_parameters(model)
 
 

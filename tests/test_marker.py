@@ -48,9 +48,9 @@ def test_a_scheme_with_every_field_set() -> None:
 @pytest.mark.parametrize(
     "content,message",
     [
-        ({}, "None is no scheme"),
-        ({"scheme": "int3"}, "'int3' is no scheme; there are int4, "),
-        ({"scheme": ["int4"]}, "is no scheme"),
+        ({}, "None is not a scheme"),
+        ({"scheme": "int3"}, "'int3' is not a scheme; use one of int4, "),
+        ({"scheme": ["int4"]}, "is not a scheme"),
         ({"scheme": "int4", "granularity": "row"}, "int4 has no granularity; it has "),
         ({"scheme": "int4", "group_size": 48}, "group_size must be 32"),
         ({"scheme": "int4", "group_size": "32"}, "group_size must be 32"),

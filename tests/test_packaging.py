@@ -156,7 +156,7 @@ def test_another_system_is_refused_by_name(platform: str) -> None:
     )
     for code in codes:
         result = python(code)
-        assert result.returncode != 0 and "qao runs on Linux alone" in result.stderr and "WSL 2" in result.stderr
+        assert result.returncode != 0 and "qao only runs on Linux" in result.stderr and "WSL 2" in result.stderr
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_a_registration_that_fails_leaves_the_import_alone(monkeypatch: pytest.M
     def fails() -> None:
         raise AttributeError("moved elsewhere")
 
-    with pytest.warns(UserWarning, match=r"qao does not work together with this peft \(.*moved elsewhere"):
+    with pytest.warns(UserWarning, match=r"qao does not work with this version of peft \(.*moved elsewhere"):
         when_imported("peft", fails)
     calls: list[str] = []
     sys.modules.pop("wave", None)

@@ -91,14 +91,14 @@ def test_another_scheme_for_a_quantized_model_is_never_silent(recwarn: pytest.Wa
     model = Model()
     quantize_(model, {"blocks": SCHEME})
     state = {name: t.clone() for name, t in model.blocks.state_dict().items()}
-    with pytest.warns(UserWarning, match=r"keep their scheme:\n  blocks\.0\.up: .*asked for as int8, and quantized"):
+    with pytest.warns(UserWarning, match=r"keep their scheme:\n  blocks\.0\.up: .*requested as int8, but already"):
         report = quantize_(model, qao.Int8WeightOnly())
     rows = {row.name: row for row in report.rows}
     assert rows["head"].status == "quantized" and rows["head"].note is None
     assert rows["blocks.0.up"].status == "already quantized" and rows["blocks.0.up"].scheme == str(SCHEME)
-    assert "asked for as int8" in (rows["blocks.0.up"].note or "") and "asked for as int8" in str(report)
+    assert "requested as int8" in (rows["blocks.0.up"].note or "") and "requested as int8" in str(report)
     for scheme in (qao.Int4WeightOnly(256), {"blocks": qao.Int8WeightOnly()}, lambda name, module: COARSE):
-        with pytest.raises(ValueError, match="quantized already keep their scheme.*(?s:.)*dequantize_"):
+        with pytest.raises(ValueError, match="already quantized keep their scheme.*(?s:.)*dequantize_"):
             quantize_(model, scheme)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.blocks.state_dict().items())
     recwarn.clear()
@@ -214,7 +214,7 @@ def test_filter() -> None:
         ("int4", TypeError, "scheme must be a scheme such as"),
         ({"haed": SCHEME}, ValueError, "no module of the model matches 'haed'"),
         ({"re:.*proj": None}, ValueError, "no module of the model matches 're:.*proj'"),
-        ({"head": "int4"}, TypeError, "the scheme of head must be a Scheme or None, not 'int4'"),
+        ({"head": "int4"}, TypeError, "the scheme for head must be a Scheme or None, not 'int4'"),
         (lambda name, module: True, TypeError, "must be a Scheme or None, not True"),
     ],
 )

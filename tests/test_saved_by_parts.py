@@ -194,7 +194,7 @@ def hooked() -> nn.Module:
     "other,message",
     [
         (nn.Sequential(nn.Linear(96, 41), nn.ReLU(), nn.Linear(41, 24, bias=False)), r"0: .*\[40, 96\].*\[41, 96\]"),
-        (nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.ReLU()), "2: .*the model a ReLU"),
+        (nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.ReLU()), "2: .*a ReLU in the model"),
         (hooked(), "0: .*cannot be replaced: it has forward_hooks"),
     ],
 )
@@ -241,7 +241,7 @@ def test_names_with_a_prefix(prefix: str) -> None:
 
 
 def test_a_head_that_the_model_does_not_have_is_said() -> None:
-    with pytest.warns(UserWarning, match="holds quantized layers '2', and this Sequential has no modules"):
+    with pytest.warns(UserWarning, match="holds quantized layers '2', but this Sequential has no modules"):
         make()[:1].load_state_dict(quantized(INT4).state_dict(), strict=False)
 
 

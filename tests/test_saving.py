@@ -208,8 +208,8 @@ def quantized(path: Path) -> nn.Module:
             lambda: nn.Sequential(nn.Linear(96, 40, bias=False), nn.ReLU(), nn.Linear(40, 24, bias=False)),
             "unexpected: 0",
         ),
-        (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU()), "2: the checkpoint has a quantized layer.*no module"),
-        (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.ReLU()), "2: .*the model a ReLU"),
+        (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU()), "2: a quantized layer in the checkpoint, but no module"),
+        (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.ReLU()), "2: .*a ReLU in the model"),
     ],
 )
 def test_another_model_is_refused_and_unchanged(tmp_path: Path, make: Callable[[], nn.Module], message: str) -> None:
@@ -228,7 +228,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     quantized(tmp_path)
     with pytest.raises(TypeError, match="no config.json"):
         qao.load(tmp_path)
-    with pytest.raises(TypeError, match="dtype are of models"):
+    with pytest.raises(TypeError, match="dtype are for models"):
         qao.load(tmp_path, support.plain_model(), dtype=torch.float32)
 
     class Rotary(nn.Module):
@@ -240,7 +240,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     qao.save(Rotary(), tmp_path / "r")
     with torch.device("meta"):
         empty = Rotary()
-    with pytest.raises(ValueError, match="frequencies are on meta and in no checkpoint"):
+    with pytest.raises(ValueError, match="frequencies are on meta and not in the checkpoint"):
         qao.load(tmp_path / "r", empty)
 
 

@@ -64,7 +64,7 @@ def test_a_weight_of_another_size_without_a_marker(scheme: qao.Scheme) -> None:
             else:
                 before = model[0].dequantize()
                 fewer_columns = own == (16, 64) and other == (16, 60)
-                message = "nothing says of which size" if fewer_columns else "padded to the same shape"
+                message = "the size of the packed weight is ambiguous" if fewer_columns else "padded to the same shape"
                 with pytest.raises(RuntimeError, match=f"0.qweight: .*{message}"):
                     model.load_state_dict(state)
                 assert torch.equal(model[0].dequantize(), before)

@@ -356,9 +356,9 @@ def native(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_from_pretrained_refuses(floats: Path, native: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not quantized. Give a scheme"):
+    with pytest.raises(ValueError, match="is not quantized. Pass a scheme"):
         qao.from_pretrained(floats)
-    with pytest.raises(ValueError, match=r"is quantized already \(qao\)"):
+    with pytest.raises(ValueError, match=r"is already quantized \(qao\)"):
         qao.from_pretrained(native, scheme=qao.Int8WeightOnly())
     with pytest.raises(ValueError, match="device or device_map"):
         qao.from_pretrained(native, device="cpu", device_map="auto")
@@ -385,7 +385,7 @@ def test_experts_that_the_model_holds_in_one_tensor(native: Path, tmp_path: Path
     path = rewritten(native, tmp_path / "x", rename)
     config = path / "config.json"
     config.write_text(config.read_text().replace("layers.0.mlp.up_proj", "layers.0.mlp.experts.0.up_proj"))
-    with pytest.raises(ValueError, match="experts.0.up_proj: .* quantized experts one by one"):
+    with pytest.raises(ValueError, match="experts.0.up_proj: .* experts quantized one by one"):
         qao.from_pretrained(path)
 
 

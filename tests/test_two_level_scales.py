@@ -199,7 +199,7 @@ def test_errors_name_what_is_wrong(kind: Any) -> None:
         mm(kind, x, asymmetric, None, 40, 64, 32, torch.ones(40))
     plain = kind(symmetric=True)
     q, scales, _ = plain.unpack(*plain.quantize(weight_of(40, 256, "cpu"))[:2], 40, 256)
-    expected = re.escape(f"scales of row 0 of 40 are no {kind.factors.allowed} times one scale, as {option}")
+    expected = re.escape(f"scales of row 0 of 40 are not {kind.factors.allowed} times one scale, as {option}")
     with pytest.raises(ValueError, match=expected):
         scheme_of(kind, 128).pack(q, scales)
 

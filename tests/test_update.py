@@ -100,7 +100,7 @@ def test_backward_of_what_was_computed_with_the_old_weight_is_an_error() -> None
 @pytest.mark.parametrize(
     "weight, kind, words",
     [
-        (torch.ones(64, 32), ValueError, r"head: the weight is \[64, 32\], and this QuantLinear has \[32, 64\]"),
+        (torch.ones(64, 32), ValueError, r"head: the weight is \[64, 32\], but this QuantLinear has \[32, 64\]"),
         (torch.ones(32, 64, dtype=torch.int8), TypeError, "head: .*torch.int8.*float32"),
         (torch.full((32, 64), float("nan")), ValueError, "head: .*NaN"),
         (torch.ones(32, 64, device="meta"), ValueError, "head: the new weight is on meta"),
@@ -186,7 +186,7 @@ def spoilt(**changes: Any) -> dict[str, Tensor]:
         ),
         (spoilt(other__weight=torch.ones(2)), "unexpected: other.weight"),
         (spoilt(out__qweight=torch.ones(2)), "unexpected: out.qweight"),
-        (spoilt(norm__weight=torch.ones(63)), r"norm.weight: \[63\], and the model has \[64\]"),
+        (spoilt(norm__weight=torch.ones(63)), r"norm.weight: \[63\], but the model has \[64\]"),
         (spoilt(out__weight=torch.ones(64, 31)), r"out.weight: the weight is \[64, 31\]"),
         (spoilt(v_proj__weight=torch.full((32, 64), float("inf"))), "v_proj.weight: .*Inf"),
         (

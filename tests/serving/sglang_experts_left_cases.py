@@ -43,11 +43,11 @@ CHECKPOINTS: list[tuple[str, dict[str, Any], str]] = [
     ("compressed-tensors", checkpoint("W4A16 asym")[0], "zero points, which SGLang does not load into experts"),
     ("gptq_marlin", {**GPTQ, "desc_act": True}, "columns reordered into groups (desc_act)"),
     ("gptq_marlin", {**GPTQ, "bits": 8}, "eight bits in groups of 128 columns"),
-    ("moe_wna16", {**GPTQ, "sym": False}, "zero points of GPTQ, which SGLang raises by one with a carry"),
-    ("moe_wna16", {**AWQ, "group_size": 16}, "groups of 16 columns; qao has groups of 32"),
-    ("fp8", {**BLOCKS, "weight_block_size": [64, 128]}, "blocks of 64 x 128; qao has 128 x 128"),
+    ("moe_wna16", {**GPTQ, "sym": False}, "zero points of GPTQ, to which SGLang adds one with a carry"),
+    ("moe_wna16", {**AWQ, "group_size": 16}, "groups of 16 columns; qao supports groups of 32"),
+    ("fp8", {**BLOCKS, "weight_block_size": [64, 128]}, "blocks of 64 x 128; qao supports 128 x 128"),
     ("fp8", {**BLOCKS, "scale_fmt": "ue8m0"}, "scales that are powers of two"),
-    ("fp8", {**FP8, "quant_method": "none"}, "a checkpoint in floats, which SGLang quantizes"),
+    ("fp8", {**FP8, "quant_method": "none"}, "a float checkpoint, which SGLang quantizes"),
 ]
 
 
@@ -79,12 +79,12 @@ def test_layers(options: dict[str, Any], reason: str, caplog: pytest.LogCaptureF
 
 # Servers: the flags, and the resulting reason.
 SERVERS: list[tuple[Callable[[], AbstractContextManager[Any]], str]] = [
-    (lambda: get_flags().moe.override(runner_backend=MoeRunnerBackend.TRITON), "another backend is asked for: triton"),
+    (lambda: get_flags().moe.override(runner_backend=MoeRunnerBackend.TRITON), "another backend was requested: triton"),
     (lambda: get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP), "tokens that deepep exchanges"),
     (lambda: get_lora().override(enable_lora=True), "LoRA"),
     (lambda: get_lora().override(lora_paths=["a"]), "LoRA"),
-    (lambda: get_exec().moe.override(enable_paged_experts=True), "experts of which some lie in the memory of the CPU"),
-    (lambda: get_exec().moe.override(kt_weight_path="a"), "experts of which some lie in the memory of the CPU"),
+    (lambda: get_exec().moe.override(enable_paged_experts=True), "experts that are partly in CPU memory"),
+    (lambda: get_exec().moe.override(kt_weight_path="a"), "experts that are partly in CPU memory"),
 ]
 
 
@@ -103,7 +103,7 @@ def test_layers_of_their_own_kind() -> None:
     experts = Experts("fp8", BLOCKS)
     experts.layer.__class__ = DeepEPMoE
     with experts.process():
-        assert qaos.obstacle(experts.layer) == "a layer of its own kind (DeepEPMoE)"
+        assert qaos.obstacle(experts.layer) == "an unknown kind of layer (DeepEPMoE)"
 
 
 def test_deterministic_inference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,10 +53,10 @@ LEFT: list[tuple[str, dict[str, Any], str]] = [
     (*left_int8_static(), "static scales of int8 activations"),
     ("gptq_marlin", {**GPTQ, "desc_act": True}, "columns reordered into groups (desc_act)"),
     ("gptq_marlin", {**GPTQ, "bits": 8}, "eight bits in groups of 128 columns"),
-    ("awq", {**AWQ, "group_size": 16}, "groups of 16 columns; qao has groups of 32"),
-    ("fp8", {**FP8, "weight_block_size": [64, 128]}, "blocks of 64 x 128; qao has 128 x 128"),
+    ("awq", {**AWQ, "group_size": 16}, "groups of 16 columns; qao supports groups of 32"),
+    ("fp8", {**FP8, "weight_block_size": [64, 128]}, "blocks of 64 x 128; qao supports 128 x 128"),
     ("fp8", {**FP8, "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, "scales that are powers of two"),
-    ("fp8", {**FP8, "quant_method": "none"}, "a checkpoint in floats, which SGLang quantizes"),
+    ("fp8", {**FP8, "quant_method": "none"}, "a float checkpoint, which SGLang quantizes"),
 ]
 
 

@@ -116,7 +116,7 @@ def test_cuts_within_what_shares_a_scale(scheme: Scheme, kind: str, size: int, m
 def test_a_checkpoint_that_is_another_than_its_config() -> None:
     content, _, _ = checkpoint("column", qao.Int4WeightOnly(128))
     _, states, _ = checkpoint("column", qao.Int4WeightOnly(128, True))
-    with engine(DTYPE), pytest.raises(ValueError, match="the config says int4 g128 asymmetric .* Save the model anew"):
+    with engine(DTYPE), pytest.raises(ValueError, match="the config says int4 g128 asymmetric .* Save the model again"):
         load("column", content, [dict(reversed(states[0].items()))])
 
 
@@ -149,5 +149,5 @@ def test_experts_and_embeddings_are_refused() -> None:
 
 def test_a_model_that_is_yet_to_be_quantized_is_refused() -> None:
     content = qao.QaoConfig(qao.Int4WeightOnly()).to_dict()
-    with pytest.raises(ValueError, match="vLLM serves models that are quantized"):
+    with pytest.raises(ValueError, match="vLLM serves models that are already quantized"):
         get_quantization_config("qao").from_config(content)

@@ -163,7 +163,7 @@ def test_cuts_within_what_shares_a_scale() -> None:
 def test_another_checkpoint_than_the_config_says() -> None:
     config, _, _ = checkpoint(SCHEMES[0])
     _, tensors, _ = checkpoint(qao.Int4WeightOnly(group_size=64))
-    with engine(DTYPE), pytest.raises(ValueError, match="experts.* the config says int4 g32 .* Save the model anew"):
+    with engine(DTYPE), pytest.raises(ValueError, match="experts.* the config says int4 g32 .* Save the model again"):
         load(config, tensors)
 
 
@@ -182,7 +182,7 @@ def test_packed_experts_take_no_other_weights() -> None:
     config, tensors, _ = checkpoint(SCHEMES[0])
     with engine(DTYPE):
         experts = load(config, tensors)
-        with pytest.raises(ValueError, match="nothing is to be loaded into up.qweight. .* start it anew"):
+        with pytest.raises(ValueError, match="up.qweight cannot be loaded. .* restart it"):
             list(experts.load_weights([("up.qweight", tensors[f"{PREFIX}.up.qweight"])]))
 
 
@@ -191,7 +191,7 @@ def test_packed_experts_take_no_other_weights() -> None:
     [
         ({"activation": "gelu"}, "the gate gelu with limit None"),
         ({"activation": "swigluoai", "swiglu_limit": 5.0}, "the gate swigluoai with limit 5.0"),
-        ({"routed_experts_cls": type("Others", (RoutedExperts,), {})}, "a layer of its own kind .Others"),
+        ({"routed_experts_cls": type("Others", (RoutedExperts,), {})}, "an unknown kind of layer .Others"),
     ],
 )
 def test_what_nobody_can_compute(options: dict[str, Any], words: str) -> None:

@@ -25,7 +25,7 @@ from .stream import Blocks, Call, called, check_first, evaluating, find_blocks, 
 
 Unit = list[targets.Layer]
 
-UNREACHED = "the data did not reach it: rounded to nearest"
+UNREACHED = "the data did not reach it; rounded to nearest"
 
 
 @modes.neutral()
@@ -81,10 +81,10 @@ def calibrate(
     if not (isinstance(damping, (int, float)) and 0 < damping <= 1):
         raise ValueError(f"calibrate: damping must be a number above 0, at most 1, not {damping!r}")
     if type(rounds) is not int or rounds < 0:
-        raise ValueError(f"calibrate: rounds must be a whole number from 0 on, not {rounds!r}")
+        raise ValueError(f"calibrate: rounds must be an integer of 0 or more, not {rounds!r}")
     _check_data(model)
     if any(isinstance(module, Sharded) for module in model.modules()):
-        raise ValueError("calibrate: the model is sharded, and calibrating needs whole weights. Do it before that.")
+        raise ValueError("calibrate: the model is sharded, and calibration needs whole weights. Shard it afterwards.")
     calls = samples_of(data, model)
     planned = quantize.plan(model, scheme, filter, embeddings, None, strict)
     _check_schemes(planned.pending)
@@ -118,7 +118,7 @@ def calibrate(
     report = planned.finished()
     unreached = [row.name for row in report.rows if row.note == UNREACHED]
     if unreached:
-        warnings.warn(f"calibrate: the data did not reach {', '.join(unreached)}, rounded to nearest", stacklevel=3)
+        warnings.warn(f"calibrate: the data did not reach {', '.join(unreached)}; rounded to nearest", stacklevel=3)
     return report
 
 
@@ -239,7 +239,7 @@ def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, dampi
         made = [*quantized(weights, hessian, scheme, damping, names, rounds)]
     for unit, (packed, error, of_nearest) in zip(units, made, strict=True):
         if error is not None and not math.isfinite(error):
-            raise ValueError(f"{unit[0].row.name}: its outputs are too large for float32, and errors cannot be weighed")
+            raise ValueError(f"{unit[0].row.name}: its outputs are too large for float32, so errors cannot be weighted")
         quantize.put(unit, packed)
         for layer in unit:
             layer.row.output_error, layer.row.output_error_nearest = error, of_nearest

@@ -112,7 +112,7 @@ def smooth(model: nn.Module, calls: Sequence[Call], units: Iterable[list[Layer]]
         for restore in reversed(folded):
             restore()
         folded.clear()
-        warnings.warn("calibrate: scaling changed what the model computes, and was taken back", stacklevel=4)
+        warnings.warn("calibrate: scaling changed the model's output and was undone", stacklevel=4)
 
 
 def _norms(model: nn.Module, trace: _Trace, wanted: dict[nn.Module, str]) -> list[tuple[nn.Module, list[nn.Module]]]:

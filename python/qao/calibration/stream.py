@@ -39,7 +39,7 @@ def samples_of(data: Any, model: nn.Module) -> list[Call]:
     # An integer sample [T] is one text; models take batches.
     calls = [_call(sample, index) for index, sample in enumerate(data)]
     if not calls:
-        raise ValueError("calibrate: data is empty; give some hundred texts, or none at all to qao.quantize_")
+        raise ValueError("calibrate: data is empty. Pass a few hundred texts, or use qao.quantize_, which needs none")
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     return [tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, (args, extra | kw)) for args, kw in calls]
@@ -152,13 +152,13 @@ def find_blocks(model: nn.Module, samples: Sequence[Call]) -> tuple[Blocks | Non
         with _forwards(modules, partial(_cut, cut, outputs)):
             called(model, args, keywords)
         if any(len(calls) != 1 or not calls[0][0][0] for calls in cut):
-            return None, f"the blocks {name} are not called once each when they are cut out"
+            return None, f"the blocks {name} are not called once each when they run alone"
         blocks.hidden.append(cut[0][0][0][0][0])
         calls = [calls[0][0] for calls in cut]
         blocks.rest.append([_pooled(((None, *a[1:]), k), pool) for a, k in calls])
     real_calls = [((None, *calls[0][0][0][1:]), calls[0][0][1]) for calls in real]
     if not all(_same(a, b) for a, b in zip(real_calls, blocks.rest[0], strict=True)):
-        return None, f"the blocks {name} are called with what earlier blocks computed"
+        return None, f"the blocks {name} take results of earlier blocks as other arguments"
     return blocks, ""
 
 
@@ -213,7 +213,7 @@ def _no_row(real: list[list[tuple[Call, Any]]]) -> str:
         if not args or not isinstance(args[0], Tensor):
             return "do not get hidden states as their first argument"
         if states is not None and args[0] is not states and not torch.equal(args[0], states):
-            return "do not get what the one before made"
+            return "do not get the output of the previous block"
         if not isinstance(result, Tensor) and not (isinstance(result, tuple) and isinstance(result[0], Tensor)):
             return f"return a {type(result).__name__}"
         states = _states(result)

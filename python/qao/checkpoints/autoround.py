@@ -32,8 +32,8 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
     known = ("auto_round", "autoround", "auto_gptq", "auto_awq", "gptq", "awq")
     if not packing.startswith(known) or any(word in packing for word in ("llm_compressor", "fp", "mx", "rrq")):
         raise CheckpointError(
-            f"{settings.where}: the packing_format {packing!r:.60} of AutoRound is not read; those of GPTQ and AWQ "
-            f"are. {_REMEDY}"
+            f"{settings.where}: the packing_format {packing!r:.60} of AutoRound is not supported; those of GPTQ and "
+            f"AWQ are. {_REMEDY}"
         )
     first = "gptq" in packing and "gptqmodel" not in packing
     names = [check_layer_name(key, ".qweight") for key in files.names if key.endswith(".qweight")]
@@ -59,14 +59,14 @@ def _of_layer(settings: Settings, name: str) -> Settings:
     kind, bits = own.text("data_type", "int"), own.integer("bits", 4, low=1, high=64)
     if kind != "int" and not kind.startswith("int_"):
         raise CheckpointError(
-            f"{own.where}: {name}: weights of the data_type {kind!r:.40}; integers are read. {_REMEDY}"
+            f"{own.where}: {name}: weights of data_type {kind!r:.40} are not supported, only integers. {_REMEDY}"
         )
     if bits > 8:
-        raise CheckpointError(f"{own.where}: {name} has {bits} bits by the config, and its tensors are quantized")
+        raise CheckpointError(f"{own.where}: the config gives {name} {bits} bits, but its tensors are quantized")
     activations = own.values.get("act_bits")
     if isinstance(activations, int) and activations < 16:
         raise CheckpointError(
-            f"{own.where}: {name}: activations of {activations} bits in AutoRound's packing are not read. {_REMEDY}"
+            f"{own.where}: {name}: AutoRound's packing with {activations}-bit activations is not supported. {_REMEDY}"
         )
     return own
 
@@ -75,4 +75,4 @@ def _matches(pattern: str, name: str, where: str) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{where}: {pattern!r:.80} is no regular expression: {error}") from error
+        raise CheckpointError(f"{where}: {pattern!r:.80} is not a regular expression: {error}") from error

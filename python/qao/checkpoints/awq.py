@@ -40,11 +40,11 @@ def layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
     bits = settings.integer("bits", settings.integer("w_bit", 4), low=1, high=32)
     given = settings.integer("group_size", settings.integer("q_group_size", 128))
     if bits != 4:
-        raise CheckpointError(f"{settings.where}: {bits} bits; AWQ is read with 4")
+        raise CheckpointError(f"{settings.where}: AWQ with {bits} bits is not supported, only 4")
     for key in ("version", "format", "checkpoint_format"):  # GPTQModel writes the latter two
         version = settings.text(key, "gemm")
         if version != "gemm":
-            raise CheckpointError(f'{settings.where}: the layout "{version}" is made for one kernel; "gemm" is read')
+            raise CheckpointError(f'{settings.where}: the layout "{version}" is for one kernel; qao supports "gemm"')
     qweight, scales, qzeros = keys = (f"{name}.qweight", f"{name}.scales", f"{name}.qzeros")
     k, words = files.matrix(qweight, torch.int32)
     n = 8 * words

@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         if size > _LARGEST_JSON:
-            raise CheckpointError(f"{path}: {size} bytes are too many for a JSON file of a checkpoint")
+            raise CheckpointError(f"{path}: {size} bytes is too large for a checkpoint's JSON file")
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
@@ -81,7 +81,7 @@ class TensorFiles:
     def _open(self, file: Path, expected: list[str] | None) -> None:
         if expected is not None and not file.exists():
             raise CheckpointError(
-                f"{file}: no such file, and the index names it for {len(expected)} tensors ({expected[0]}, …). "
+                f"{file}: no such file, but the index says that it holds {len(expected)} tensors ({expected[0]}, …). "
                 "Download it again"
             )
         try:
@@ -89,22 +89,22 @@ class TensorFiles:
             self.metadata.update(handle.metadata() or {})
             names = list(handle.keys())
         except (OSError, safetensors.SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{file}: no readable safetensors file (damaged or cut off?): {error}") from error
+            raise CheckpointError(f"{file}: not a readable safetensors file (truncated?): {error}") from error
         present = set(names)
         absent = next((name for name in expected or () if name not in present), None)
         if absent is not None:
-            raise CheckpointError(f"{file}: {absent}: the index says that this tensor is here, and it is not")
+            raise CheckpointError(f"{file}: {absent}: the index says that this tensor is here, but it is missing")
         twice = next((name for name in names if name in self._seen), None)
         if twice is not None:  # transformers takes the last one, regardless of the index
             raise CheckpointError(
-                f"{file}: {twice}: this tensor is in {self._seen[twice]} too. Download the files again"
+                f"{file}: {twice}: this tensor is also in {self._seen[twice]}. Download the files again"
             )
         self._seen.update(dict.fromkeys(names, file))
         for name in names if expected is None else expected:
             view = handle.get_slice(name)
             dtype = _DTYPES.get(view.get_dtype())
             if dtype is None:
-                raise CheckpointError(f"{file}: {name}: the dtype {view.get_dtype()} is none that qao reads")
+                raise CheckpointError(f"{file}: {name}: qao does not support the dtype {view.get_dtype()}")
             self._handles[name] = handle
             self._file[name] = str(file)
             self._facts[name] = tuple(view.get_shape()), dtype
@@ -113,7 +113,7 @@ class TensorFiles:
         """Add another name for a tensor."""
         known = isinstance(stored, str) and stored in self and stored not in self._aliases
         if name in self or not known:
-            raise self.error(name, f"the header calls it the same as {stored!r:.80}, which cannot be")
+            raise self.error(name, f"the header says that it is the same tensor as {stored!r:.80}, which is impossible")
         self._aliases[name] = stored
         self._handles[name], self._file[name] = self._handles[stored], self._file[stored]
         self._facts[name] = self._facts[stored]
@@ -152,7 +152,7 @@ class TensorFiles:
         self.check(name, dtypes)
         shape = self.shape(name)
         if len(shape) != 2 or 0 in shape:
-            what = "fused experts are not read" if len(shape) == 3 else "a matrix is needed"
+            what = "fused experts are not supported" if len(shape) == 3 else "a matrix is needed"
             raise self.error(name, f"has shape {list(shape)}: {what}")
         return shape[0], shape[1]
 
@@ -204,12 +204,12 @@ def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
         return {files[0]: None}
     if indices or files:
         found = ", ".join(file.name for file in [*indices, *files][:8])
-        raise CheckpointError(f"{directory}: several files might be meant ({found}); give the path of one")
+        raise CheckpointError(f"{directory}: several files could be loaded ({found}); pass the path of one")
     pickles = [file.name for ending in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in directory.glob(ending)]
     if pickles:
         raise CheckpointError(
-            f"{directory}: {pickles[0]} is a pickle, which can run any code and is never opened. Convert it to "
-            "safetensors."
+            f"{directory}: {pickles[0]} is a pickle, which can execute arbitrary code; qao never opens one. Convert it "
+            "to safetensors."
         )
     raise CheckpointError(f"{directory}: no .safetensors file here")
 
@@ -226,7 +226,7 @@ def _of_index(index: Path) -> dict[Path, list[str] | None]:
     for name, file in places.items():
         plain = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file and "\\" not in file
         if not plain:
-            raise CheckpointError(f"{index}: {name}: {file!r} is no name of a .safetensors file beside the index")
+            raise CheckpointError(f"{index}: {name}: {file!r} is not the name of a .safetensors file next to the index")
         names = files.setdefault(index.parent / file, [])
         assert names is not None
         names.append(name)
@@ -266,5 +266,5 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _known(self, name: str) -> str:
         if name not in self._others:
-            raise KeyError(f"{name!r} is no tensor outside of quantized layers")
+            raise KeyError(f"{name!r} is not a tensor outside quantized layers")
         return name

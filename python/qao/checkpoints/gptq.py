@@ -54,7 +54,7 @@ def layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
     words, n = files.matrix(qweight, torch.int32)
     k = words * 32 // bits
     if n * bits % 32:
-        raise files.error(qweight, f"has {n} columns, which whole words of zero points cannot cover")
+        raise files.error(qweight, f"has {n} columns, which are not a whole number of 32-bit words of zero points")
     given = settings.integer("group_size", 128)
     if given == -1 or given > k:
         given = k
@@ -76,7 +76,7 @@ def layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
     elif groups == 1:
         scheme = Int8WeightOnly()
     else:
-        raise files.error(qweight, f"eight bits with groups of {given} columns; qao has int8 with one scale per row")
+        raise files.error(qweight, f"int8 with groups of {given} columns; qao supports one scale per row")
     load = partial(_read, files, name, bits, given, version, symmetric)
     return QuantizedLayer(name, scheme, n, k, keys, load, note)
 
@@ -88,10 +88,10 @@ def _version(settings: Settings) -> int:
         if settings.values.get(key) is not None:
             version = {"gptq": 1, "gptq_v2": 2}.get(settings.text(key, ""))
             if version is None:
-                raise settings.fail(key, "gptq or gptq_v2 (others, such as marlin, are repacked for one kernel)")
+                raise settings.fail(key, "gptq or gptq_v2 (others, such as marlin, are repacked for a specific kernel)")
             found = version
     if settings.values.get("is_marlin_format") is True:
-        raise settings.fail("is_marlin_format", "false: marlin is repacked for one kernel")
+        raise settings.fail("is_marlin_format", "false: marlin is repacked for a specific kernel")
     return found
 
 
@@ -113,7 +113,7 @@ def _read(files: TensorFiles, name: str, bits: int, given: int, version: int, sy
     scales = files.finite(f"{name}.scales").t()
     if bits == 8:
         if not (zeros == middle).all():
-            raise files.error(qzeros, f"eight bits with zero points other than {middle}; qao has int8 without them")
+            raise files.error(qzeros, f"int8 with zero points other than {middle}; qao supports none")
         return Plain((q ^ 0x80).view(torch.int8), scales.contiguous())
     scales, k = regroup(scales, given, q.shape[1]), q.shape[1]
     return Plain(q, scales, None if symmetric else regroup(zeros, given, k))
@@ -136,6 +136,6 @@ def _check_order(files: TensorFiles, g_idx: str, given: int) -> None:
         )
     raise files.error(
         g_idx,
-        "columns are reordered into groups (desc_act with groups), for which qao has no kernel. Take a checkpoint with "
+        "columns are reordered into groups (desc_act with groups), for which qao has no kernel. Use a checkpoint with "
         "desc_act false, or quantize the float model.",
     )

@@ -67,6 +67,6 @@ def local_copy(
     except (OSError, ValueError) as error:  # base classes of all hub errors
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"{path}: no such file or directory, and the Hugging Face hub has no such repository that can be read "
+            f"{path}: no such file or directory, and no such repository on the Hugging Face hub is accessible "
             f"from here: {reason}"
         ) from error

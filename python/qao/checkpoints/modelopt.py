@@ -51,8 +51,8 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
     if scaled is not None:
         raise files.error(
             scaled,
-            "activations are to be multiplied by it before the product (AWQ, SmoothQuant), which no kernel of qao "
-            "does. Take an FP8 or NVFP4 checkpoint without it, or quantize the float model: scheme=",
+            "activations must be multiplied by it before the GEMM (AWQ, SmoothQuant), which no kernel of qao "
+            "does. Use an FP8 or NVFP4 checkpoint without it, or quantize the float model: scheme=",
         )
     layers = []
     for key in files.names:
@@ -60,8 +60,8 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
             name = check_layer_name(key, ".weight_scale")
             layers.append(_layer(files, name, _of_layer(settings, name)))
     dropped = [key for key in files.names if key.endswith(KV_CACHE)]
-    told = any(settings.values.get(key) for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
-    notes = [f"quantization of the KV cache is left out ({len(dropped)} scales)"] if dropped or told else []
+    declared = any(settings.values.get(key) for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
+    notes = [f"quantization of the KV cache is ignored ({len(dropped)} scales)"] if dropped or declared else []
     return Contents(layers, dropped, notes)
 
 
@@ -82,7 +82,7 @@ def _layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
     algorithm = settings.text("quant_algo", "none").upper()
     if algorithm not in _READERS:
         raise CheckpointError(
-            f"{settings.where}: {name}: the quant_algo {algorithm!r:.40} of Model Optimizer is not read; "
+            f"{settings.where}: {name}: the quant_algo {algorithm!r:.40} of Model Optimizer is not supported; "
             f"{', '.join(_READERS)} are. Quantize the float model instead: scheme="
         )
     return _READERS[algorithm](files, name, settings)
@@ -117,7 +117,7 @@ def _nvfp4(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
     files.check(factor, (torch.float32,), (), (1,))
     static = f"{name}.input_scale"
     keys = (weight, scale, factor, *([static] if static in files else ()))
-    note = "activations are not quantized: beside e2m1 they are multiplied as they come" if static in files else None
+    note = "activations are not quantized: with e2m1 weights they keep their dtype" if static in files else None
     load = partial(_read_nvfp4, files, weight, scale, factor)
     return QuantizedLayer(name, Fp4WeightOnly("nvfp4"), n, 2 * half, keys, load, note)
 
@@ -163,5 +163,5 @@ def settings_of(content: dict[str, Any], where: str) -> Settings:
     outer = Settings(content, where)
     inner = outer.child("quantization")
     if inner is None:
-        raise CheckpointError(f'{where} has no "quantization": it is none that Model Optimizer wrote')
+        raise CheckpointError(f'{where} has no "quantization": Model Optimizer did not write it')
     return Settings({**inner.values, "quant_method": "modelopt"}, inner.where)

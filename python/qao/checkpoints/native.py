@@ -54,7 +54,7 @@ def read(files: TensorFiles) -> list[QuantizedLayer]:
     try:
         aliases = json.loads(files.metadata.get("aliases", "{}"))
     except (ValueError, RecursionError) as error:
-        raise files.error("header", f"its aliases are no JSON: {error}") from error
+        raise files.error("header", f"its aliases are not JSON: {error}") from error
     for name, stored in Settings(aliases, f"{files.directory}: aliases"):
         files.alias(name, stored)
     return list(_layers(files, set(aliases.values())))
@@ -66,7 +66,7 @@ def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
             continue
         prefix = key.removesuffix(marker.MARKER)
         if len(files.shape(key)) != 1 or files.shape(key)[0] > 1 << 16:
-            raise files.error(key, "is no marker of qao")
+            raise files.error(key, "is not a marker of qao")
         try:
             found = marker.decode(files.read(key), key)
             scheme = scheme_from_dict(found.scheme)
@@ -74,13 +74,13 @@ def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
             raise files.error(key, str(error)) from error
         n, k = found.out_features, found.in_features
         if max(n, k) >= _LARGEST:
-            raise files.error(key, f"says [{n}, {k}], which is no weight")
+            raise files.error(key, f"says [{n}, {k}], which is not the shape of a weight")
         scales = prefix + "scales"
         files.check(scales, scheme.scale_dtypes)
         if isinstance(scheme, Int4Weight):
             scheme = replace(scheme, scale_dtype=files.dtype(scales))
         if (found.experts or 1) >= _LARGEST:
-            raise files.error(key, f"says {found.experts} experts, which are none")
+            raise files.error(key, f"says {found.experts} experts; there must be at least one")
         expected = scheme.empty(n, k, dtype=found.dtype, device="meta", experts=found.experts).tensors()
         parts = {part: prefix + part for part, tensor in expected.items() if tensor is not None}
         for part in ("weight_sums", "row_scales"):

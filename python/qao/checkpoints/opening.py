@@ -30,16 +30,16 @@ _METHODS = ("compressed-tensors", "modelopt", *_READERS, "mxfp4")
 _ALIASES = {"intel/auto-round": "auto_round", "auto-round": "auto_round", "modelopt_fp4": "modelopt"}
 # Unsupported storage formats of other libraries, for the message.
 _UNREAD = {
-    "bitsandbytes": "codes of a table (NF4, FP4), or rows with outliers apart (LLM.int8())",
+    "bitsandbytes": "codes of a table (NF4, FP4), or rows with separate outliers (LLM.int8())",
     "aqlm": "codebooks",
     "vptq": "codebooks",
     "higgs": "codebooks after a rotation",
-    "spqr": "a sparse matrix of outliers beside the integers",
+    "spqr": "integers and a sparse matrix of outliers",
     "hqq": "float zero points in a packing by shape",
     "quanto": "tensors of quanto",
-    "eetq": "columns in the order of one kernel",
+    "eetq": "columns in the order of a specific kernel",
     "bitnet": "ternary weights",
-    "quark": "a layout of its own",
+    "quark": "Quark's own layout",
     "mxfp8": "e4m3 in groups of 32",
     "exl2": "a layout for one kernel",
     "exl3": "a layout for one kernel",
@@ -71,7 +71,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return checkpoint
     if path.is_file() and path.suffix != ".safetensors" and not is_index(path):
         raise CheckpointError(
-            f"{path}: only .safetensors and .gguf files are read, and the index of several; pickles can run any code"
+            f"{path}: only .safetensors, their index, and .gguf are supported; pickles can execute arbitrary code"
         )
     files = TensorFiles(path)
     config, settings = _config(files)
@@ -98,11 +98,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raw = settings is not None and dtype == torch.float8_e4m3fn
         raw |= method != "mxfp4" and name.endswith("weight") and not dtype.is_floating_point
         if raw or name.endswith(_QUANTIZED):
-            told = f"of no {method} layer" if settings is not None else "config.json does not say how it was quantized"
-            raise files.error(name, f"is part of a quantized weight, but {told}; is config.json its own?")
+            why = (
+                f"not of a {method} layer" if settings is not None else "config.json does not say how it was quantized"
+            )
+            raise files.error(name, f"is part of a quantized weight, but {why}; is config.json its own?")
     found = opened.others != files.names if method == "mxfp4" else opened.layers
     if settings is not None and not found:
-        raise CheckpointError(f"{path}: {settings.where} says {method}, but no tensor is quantized in that way")
+        raise CheckpointError(f"{path}: {settings.where} says {method}, but no tensor is quantized that way")
     return opened
 
 
@@ -139,10 +141,10 @@ def _method(settings: Settings) -> str:
 def _unread(settings: Settings, method: str) -> CheckpointError:
     known = ", ".join(_METHODS)
     if method == "none":
-        return CheckpointError(f"{settings.where}: has no quant_method; {known} are read")
+        return CheckpointError(f"{settings.where}: has no quant_method; {known} are supported")
     what = f", which has {_UNREAD[method]}" if method in _UNREAD else ""
     return CheckpointError(
-        f"{settings.where}: quant_method {method!r:.40} is not read{what}; {known} are. Take the float model and "
+        f"{settings.where}: quant_method {method!r:.40} is not supported{what}; {known} are. Take the float model and "
         "quantize it: scheme="
     )
 

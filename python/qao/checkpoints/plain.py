@@ -54,7 +54,7 @@ def grouping(files: TensorFiles, name: str, given: int, k: int) -> tuple[int, st
     size = group_size_of(given, k)
     if given == 0 or size is None:
         raise files.error(
-            name, f"has groups of {given} columns; qao has kernels for groups of 32, 64, 128, 256 and multiples of them"
+            name, f"has groups of {given} columns; qao supports groups of 32, 64, 128, 256 and their multiples"
         )
     return size, None if size in (given, -1) else f"groups of {given} columns as groups of {size}"
 
@@ -82,7 +82,7 @@ def four_bits(files: TensorFiles, name: str, values: Tensor) -> Tensor:
     """Shift int8 -8..7 to uint8 0..15."""
     lowest, highest = (int(one) for one in torch.aminmax(values))
     if lowest < -8 or highest > 7:
-        raise files.error(name, f"holds {lowest if lowest < -8 else highest}; values of four bits are -8..7")
+        raise files.error(name, f"holds {lowest if lowest < -8 else highest}; four-bit values are -8..7")
     return (values + 8).view(torch.uint8)
 
 
@@ -90,5 +90,5 @@ def check_layer_name(key: str, suffix: str) -> str:
     """The module name of the tensor ``key``."""
     name = key.removesuffix(suffix)
     if not name or name.endswith("."):
-        raise CheckpointError(f"{key}: this name belongs to no module")
+        raise CheckpointError(f"{key}: no module has this name")
     return name

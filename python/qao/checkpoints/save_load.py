@@ -116,7 +116,7 @@ def load(
     if module is None:
         if not (path.is_dir() and (path / "config.json").exists()) and path.suffix != ".gguf":
             raise TypeError(
-                f"load: {path} has no config.json that tells what model it is. Give the model, made on meta: "
+                f"load: {path} has no config.json that describes the model. Pass the model, made on meta: "
                 "qao.load(path, module)."
             )
         from ..integrations.huggingface.from_pretrained import from_pretrained
@@ -124,7 +124,7 @@ def load(
         model: nn.Module = from_pretrained(path, device=device, **options)
         return model
     if options:
-        raise TypeError(f"load: {', '.join(options)} are of models that a config.json describes, not of a module")
+        raise TypeError(f"load: {', '.join(options)} are for models that a config.json describes, not for a module")
     from .files import TensorFiles
 
     model = unwrapped(module)
@@ -205,8 +205,8 @@ def _fit(model: nn.Module, files: Any, aliases: Mapping[str, str]) -> dict[str, 
 
 def header(aliases: Mapping[str, str]) -> dict[str, str]:
     """Metadata of a file's header."""
-    told = {"format": "pt", "qao": str(VERSION)}
-    return {**told, "aliases": json.dumps(aliases)} if aliases else told
+    metadata = {"format": "pt", "qao": str(VERSION)}
+    return {**metadata, "aliases": json.dumps(aliases)} if aliases else metadata
 
 
 def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -222,7 +222,7 @@ def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
                 "tensors first (torch.distributed.checkpoint.state_dict), and leave out extra state."
             )
         if tensor.is_meta:
-            raise ValueError(f"save: {name} is on meta and has no numbers to write")
+            raise ValueError(f"save: {name} is on meta and has no data to write")
         storage = tensor.untyped_storage().data_ptr()
         view = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and view in views:
@@ -275,8 +275,8 @@ def _make_room(module: nn.Module, files: Any, names: Mapping[str, str]) -> Undo:
         dtypes[prefix] = found.dtype
     if "" in schemes and not isinstance(module, PackedModule):
         raise ValueError(
-            f"load: the checkpoint is of one quantized layer, and a {type(module).__name__} cannot replace itself in "
-            "place. Give qao.QuantLinear.empty(...)."
+            f"load: the checkpoint holds a single quantized layer, and a {type(module).__name__} cannot replace itself "
+            "in place. Pass qao.QuantLinear.empty(...)."
         )
     return make_room(module, schemes, sizes=sizes, dtypes=dtypes)
 
@@ -289,7 +289,7 @@ def _check(module: nn.Module, files: Any, names: Mapping[str, str]) -> None:
     for name, stored in names.items():
         own = expected.get(name)
         if stored not in files:
-            problems.append(f"missing in the file: {stored}, which is {name} too")
+            problems.append(f"missing in the file: {stored}, which is also {name}")
         elif isinstance(own, Tensor) and not name.endswith(marker.MARKER) and tuple(own.shape) != files.shape(stored):
             problems.append(f"{name}: {list(files.shape(stored))} in the checkpoint, {list(own.shape)} in the module")
     if problems:
@@ -311,7 +311,7 @@ def _load(module: nn.Module, files: Any, names: Mapping[str, str], home: torch.d
     left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if left:
         raise ValueError(
-            f"load: {', '.join(left[:8])} are on meta and in no checkpoint (buffers that are not saved). Make the "
+            f"load: {', '.join(left[:8])} are on meta and not in the checkpoint (buffers that are not saved). Make the "
             "module on the CPU instead of on meta."
         )
     module.to(home)

@@ -26,7 +26,7 @@ class Settings:
         value = self.values.get(name)
         value = default if value is None else value
         if type(value) is not int or not low <= value <= high:
-            raise self.fail(name, f"a whole number from {low} to {high}")
+            raise self.fail(name, f"an integer from {low} to {high}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -67,4 +67,4 @@ def matches(pattern: str, name: str, where: str) -> bool:
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{where}: {pattern!r:.80} is no regular expression: {error}") from error
+        raise CheckpointError(f"{where}: {pattern!r:.80} is not a regular expression: {error}") from error

@@ -53,18 +53,18 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
         try:
             about = Settings(json.loads(text), name) if text.startswith("{") else None
         except (ValueError, RecursionError) as error:
-            raise files.error(name, f"its description in the header is no JSON: {error}") from error
+            raise files.error(name, f"its description in the header is not JSON: {error}") from error
         kind = None if about is None else about.values.get("_type")
         if about is None or kind is None or kind == "Tensor":
             continue
         make = _KINDS.get(kind) if isinstance(kind, str) else None
         if make is None:
-            raise files.error(name, f"is a {kind!r:.40}; qao reads {', '.join(_KINDS)}")
+            raise files.error(name, f"is a {kind!r:.40}; qao supports {', '.join(_KINDS)}")
         if not name.endswith(".weight"):
-            raise files.error(name, "is quantized, and is not the weight of a linear layer")
+            raise files.error(name, "is quantized, but is not the weight of a linear layer")
         module = check_layer_name(name, ".weight")
         if f"{module}._weight_act_pre_scale" in files:
-            raise files.error(name, "has act_pre_scale, a factor of activations, which qao has not")
+            raise files.error(name, "has act_pre_scale, a factor for activations, which qao does not support")
         layers.append(make(files, module, about.child("_data") or Settings({}, name)))
     return layers
 
@@ -72,7 +72,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
 def _block(files: TensorFiles, name: str, data: Settings, n: int, k: int) -> list[int]:
     block = data.values.get("block_size") or [n, k]
     if not (isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)):
-        raise data.fail("block_size", "two positive whole numbers")
+        raise data.fail("block_size", "two positive integers")
     return block
 
 
@@ -99,13 +99,13 @@ def _int8(files: TensorFiles, name: str, data: Settings) -> QuantizedLayer:
     qdata, scale, zero = (f"{name}._weight_{part}" for part in ("qdata", "scale", "zero_point"))
     n, k = files.matrix(qdata, torch.int8)
     if _block(files, name, data, n, k) not in ([1, k], [n, k]):
-        raise data.fail("block_size", f"[1, {k}] or [{n}, {k}]: qao has int8 with one scale per row")
+        raise data.fail("block_size", f"[1, {k}] or [{n}, {k}]: qao supports int8 with one scale per row")
     files.check(scale, FLOATS, (n, 1), (n,), (), (1,), (1, 1))
     keys = [qdata, scale]
     if zero in files:
         files.check(zero, (torch.int8, *FLOATS), files.shape(scale))
         if files.read(zero).any():
-            raise files.error(zero, "zero points in eight bits; qao has symmetric weights there")
+            raise files.error(zero, "zero points in eight bits; qao supports only symmetric weights there")
         keys.append(zero)
     kwargs = _activations(data)
     note = None
@@ -160,7 +160,7 @@ def _unpacked(files: TensorFiles, name: str, data: Settings) -> QuantizedLayer:
     block = _block(files, name, data, n, k)
     if bits is None or block[0] != 1:
         raise files.error(
-            name, f"{_tagged(data, 'target_dtype')!r:.20} in blocks of {block}; qao has int4 and int8 by row"
+            name, f"{_tagged(data, 'target_dtype')!r:.20} in blocks of {block}; qao supports int4, and int8 by row"
         )
     groups = -(-k // block[1])
     files.check(scale, FLOATS, (n, groups))
@@ -172,11 +172,11 @@ def _unpacked(files: TensorFiles, name: str, data: Settings) -> QuantizedLayer:
     symmetric = not zeros.any()
     if bits == 8:
         if groups > 1 or not symmetric:
-            raise files.error(qdata, "eight bits with groups or zero points; qao has int8 with one scale per row")
+            raise files.error(qdata, "eight bits with groups or zero points; qao supports int8 with one scale per row")
         scheme8 = Int8WeightOnly() if inputs is None else Int8DynamicActivationInt8Weight(symmetric_activations=False)
         return QuantizedLayer(name, scheme8, n, k, keys, lambda: Plain(files.read(qdata), files.finite(scale)))
     if not torch.equal(zeros, zeros.to(torch.int8).to(zeros.dtype)):
-        raise files.error(zero, "holds zero points that are no whole numbers")
+        raise files.error(zero, "holds zero points that are not integers")
     size, note = grouping(files, qdata, block[1], k)
     scheme = (
         Int4WeightOnly(size, symmetric, files.dtype(scale))
@@ -200,7 +200,7 @@ def _int4(files: TensorFiles, name: str, data: Settings) -> QuantizedLayer:
     files.check(scale, FLOATS, (-(-k // block[1]), n))
     files.check(zero, FLOATS, (-(-k // block[1]), n))
     if files.read(zero).any():
-        raise files.error(zero, "is added to the weight and is no whole number of steps; no kernel of qao has that")
+        raise files.error(zero, "is added to the weight, but is not an integer number of steps; no kernel supports it")
     by_token = str(_tagged(data, "activation_dtype")) == "float8_e4m3fn"
     kind = Float8DynamicActivationInt4Weight if by_token else Int4WeightOnly
 

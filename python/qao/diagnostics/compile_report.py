@@ -45,7 +45,7 @@ class Compilation:
         if self.breaks:
             yield (
                 f"{counted(len(self.breaks), 'graph break')}: each costs host time in every call. Change the code at "
-                "the places above, and compile with fullgraph=True, which makes a break an error. qao's layers break "
+                "the places above, and compile with fullgraph=True, which makes a break an error. qao's layers cause "
                 "no graph."
             )
         sizes, modes, others = _by_cause(self.recompiles)
@@ -56,12 +56,12 @@ class Compilation:
             )
         if modes:
             yield (
-                "Recompiled since some inputs were made under torch.inference_mode and some were not: make all of "
+                "Recompiled because some inputs were made under torch.inference_mode and some were not: make all of "
                 "them in the same mode."
             )
         if others:
             count = counted(len(others), "recompilation")
-            yield f"{count} for other reasons: make constant what the guards above name."
+            yield f"{count} for other reasons: keep the values that the guards above name constant."
 
 
 def compiled(model: nn.Module, calls: list[Call], options: dict[str, Any]) -> Compilation:

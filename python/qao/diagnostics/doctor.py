@@ -45,8 +45,8 @@ def host_problem() -> str | None:
     except ImportError as error:
         suffixes = importlib.machinery.EXTENSION_SUFFIXES
         others = not any(path.name == f"_host{suffix}" for path in built for suffix in suffixes)
-        why = f"it is for another Python than this one, which takes _host{suffixes[0]}" if others else str(error)
-        return f"{built[0]} does not load: {why}. The operators work without it; reinstall qao"
+        why = f"it is for a different version of Python; this one needs _host{suffixes[0]}" if others else str(error)
+        return f"{built[0]} cannot be loaded: {why}. The operators do not need it; reinstall qao"
     return None
 
 
@@ -56,7 +56,7 @@ def _build() -> Iterator[Check]:
     if _host is None:
         return
     build, cpu = _host.build_info(), _host.cpu_features()
-    mixed = f"libraries of qao {build['version']} beside the Python of {__version__}: reinstall qao"
+    mixed = f"libraries of qao {build['version']} with Python sources of {__version__}: reinstall qao"
     yield Check("one version", None if build["version"] == __version__ else mixed)
     yield Check("instruction set", cpu["error"])
     if torch.cuda.is_available():

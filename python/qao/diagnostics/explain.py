@@ -59,7 +59,7 @@ class Explanation:
             alike.setdefault((re.sub(r"\d+", "#", call.name), *_cells(call)), []).append(call.name)
         lines = table(header, [(common_name(names), *cells) for (_, *cells), names in alike.items()])
         lines += [f"{name}: not called" for name in _joined(dict.fromkeys(self.uncalled, ""))]
-        lines += [f"{name}: not quantized, {why}" for name, why in _joined(self.unquantized).items()]
+        lines += [f"{name}: not quantized: {why}" for name, why in _joined(self.unquantized).items()]
         if self.compilation is not None:
             lines += ["", *self.compilation.describe()]
         return "\n".join([*lines, "", "Advice", *(f"- {line}" for line in self.advice)])
@@ -201,11 +201,11 @@ def _advice(e: Explanation) -> Iterator[str]:
         yield f"Not called with these inputs: {counted(len(e.uncalled), 'quantized layer')}."
     if copied := [call.name for call in e.layers if call.copied]:
         yield (
-            f"x is copied before {counted(len(copied), 'layer')} ({copied[0]}{' …' if copied[1:] else ''}), since the "
-            "elements of its rows are apart: make it contiguous (x.contiguous()) where it comes from."
+            f"x is copied before {counted(len(copied), 'layer')} ({copied[0]}{' …' if copied[1:] else ''}), because "
+            "its rows are not contiguous: call x.contiguous() where x is made."
         )
     if slow := {call.scheme for call in e.layers if (call.kernel or "").startswith("scalar ")}:
         yield (
-            f"The plain C++ kernel runs for {', '.join(sorted(slow))}: this CPU, or QAO_CPU_ISA, offers no vector "
+            f"The plain C++ kernel runs for {', '.join(sorted(slow))}: this CPU, or QAO_CPU_ISA, has no vector "
             "kernel for it. Another scheme may be faster here; python -m qao doctor shows the instruction set."
         )

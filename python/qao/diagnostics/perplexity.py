@@ -103,7 +103,7 @@ def windows(model: nn.Module, tokens: Sequence[int] | Tensor, window: int) -> li
     """Ids [T + 1] per window on the device of the model; T tokens are predicted. Raises as ``perplexity``."""
     ids = torch.as_tensor(tokens, dtype=torch.int64, device=None if isinstance(tokens, Tensor) else "cpu").reshape(-1)
     if ids.numel() < 2 or int(ids.min()) < 0:
-        raise ValueError(f"perplexity: tokens must be two or more ids from 0 on, not {ids.numel()}: {ids[:8].tolist()}")
+        raise ValueError(f"perplexity: tokens must be two or more ids >= 0, not {ids.numel()}: {ids[:8].tolist()}")
     if window < 1:
         raise ValueError(f"perplexity: window must be at least 1, not {window}")
     if model.training:
@@ -133,7 +133,7 @@ def compare(evaluation: Evaluation, reference: Evaluation) -> Comparison:
         ValueError: the two were measured with different windows, or on texts of different length.
     """
     if (evaluation.window_tokens, evaluation.num_bytes) != (reference.window_tokens, reference.num_bytes):
-        raise ValueError("compare: both evaluations must be of the same tokens and windows")
+        raise ValueError("compare: both evaluations must use the same tokens and windows")
     differences = [a - b for a, b in zip(evaluation.window_nats, reference.window_nats, strict=True)]
     mean, error = mean_and_error(differences, reference.window_tokens)
     if reference.num_bytes is None:

@@ -87,7 +87,7 @@ def by_layer(
         raise ValueError("by_layer: the scheme quantizes no layer of this model")
     for unit in units:
         if linear_weight(unit[0].module).is_meta:
-            raise ValueError(f"by_layer: {unit[0].row.name} is on meta, and the model cannot run. Load it first.")
+            raise ValueError(f"by_layer: {unit[0].row.name} is on meta, so the model cannot run. Load it first.")
     importance = quantize.importance_of(planned.layers)
     if any(auto_group_size.is_auto(unit[0].scheme) for unit in units):
         auto_group_size.assign(units, auto_group_size.measured(units, importance, None, progress))

@@ -48,13 +48,9 @@ def cut(sizes: tuple[int, int], dim: int, units: tuple[int, int], rank: int, wor
         fit = [n for n in range(1, min(4096, -(-size // unit)) + 1) if _works(size, unit, n)]
         shown = ", ".join(map(str, fit[:16])) + (", …" if len(fit) > 16 else "")
         name = ("rows (out_features)", "columns (in_features)")[dim]
-        why = (
-            f"of which {unit} at a time share a scale, or a rotation, and stay together"
-            if unit > 1
-            else "and no rank may have none"
-        )
+        why = f"in units of {unit} that share a scale or a rotation" if unit > 1 else "and every rank must get some"
         raise ValueError(
-            f"{what}: its weight {list(sizes)} cannot be cut among {world} ranks: {size} {name}, {why}. Numbers of "
+            f"{what}: its weight {list(sizes)} cannot be divided among {world} ranks: {size} {name}, {why}. Numbers of "
             f"ranks that work: {shown}. Others need a smaller group_size or rotation, granularity 'row', or this layer "
             "left whole."
         )

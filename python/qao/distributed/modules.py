@@ -27,8 +27,8 @@ def check_row_scales(module: Any, layout: Layout, name: str) -> None:
     """Raises ValueError if the module's part of a weight cannot be quantized alone because of its row scales."""
     if layout.cut.dim == 1 and module.row_scales is not None:
         raise ValueError(
-            f"{name}: with {module.scheme.factors.option}, the scales of a row are chosen for all of its columns, and "
-            "a rank has some. Quantize the whole weight and shard the layer then, or load the whole weight."
+            f"{name}: with {module.scheme.factors.option}, the scales of a row depend on all of its columns, but a "
+            "rank has only some. Quantize the whole weight and then shard the layer, or load the whole weight."
         )
 
 
@@ -47,8 +47,8 @@ class _Sharded(Sharded):
         if key == "qweight" and not joins(scheme, layout.sizes, layout.cut):
             raise ValueError(
                 f"{type(self).__name__}.state_dict: {layout}, of a weight {list(layout.sizes)} in {scheme}, end within "
-                "a group or a tile of 16 rows and 64 columns, and do not join to the packed weight of the whole. Save "
-                "the model before it is sharded, or choose a number of ranks that leaves each a multiple of that."
+                "a group or a tile of 16 rows and 64 columns, so they do not join to the packed weight. Save the model "
+                "before it is sharded, or choose a number of ranks that gives each a multiple of that."
             )
         dim, cut = layout.cut.dim, is_cut(key, scheme, layout.sizes, layout.cut.dim)
         whole = 0

@@ -146,9 +146,9 @@ class _Sender:
 
 def _check(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
-        raise ValueError(f"{style}: the mesh has {mesh.ndim} dimensions; give one of them: mesh['tp']")
+        raise ValueError(f"{style}: the mesh has {mesh.ndim} dimensions; pass one of them, such as mesh['tp']")
     if isinstance(module, Sharded):
-        raise TypeError(f"{style}: this {type(module).__name__} is sharded already: {module.layout}")
+        raise TypeError(f"{style}: this {type(module).__name__} is already sharded: {module.layout}")
     if type(module) not in LINEARS and type(module) not in EMBEDDINGS:
         raise TypeError(
             f"{style}: shards QuantLinear, QuantEmbedding, nn.Linear and nn.Embedding, not {type(module).__name__}. "
@@ -157,7 +157,7 @@ def _check(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     if isinstance(module, PackedModule):
         qweight: Any = module.qweight
         elsewhere = isinstance(qweight, DTensor) and qweight.device_mesh != mesh
-        reason = attached(module) or ("FSDP or another mesh has its weight" if elsewhere else None)
+        reason = attached(module) or ("its weight belongs to FSDP or another mesh" if elsewhere else None)
     else:
         reason = obstacle_of_embedding(module) if type(module) in EMBEDDINGS else obstacle(module)
     if reason is not None:
@@ -225,13 +225,13 @@ def _part_of_parameter(parameter: nn.Parameter, own: Cut | None, send: _Sender) 
 
 
 def adopt(made: QuantLinear | QuantEmbedding, floats: Any) -> None:
-    """Makes a quantized layer of a rank's part sharded, as the float layer was whose place it takes."""
+    """Makes a quantized layer of a rank's part sharded, as was the float layer that it replaces."""
     layout: Layout = floats.layout
     check_row_scales(made, layout, "quantize_")
     if layout.cut.dim == 1 and made.scheme.rotation and layout.sizes[1] % layout.cut.world:
         raise ValueError(
-            f"quantize_: {layout.sizes[1]} columns (in_features) are cut among {layout.cut.world} ranks unevenly, and "
-            "rotations of the parts may differ. Quantize the whole weight and shard the layer then, or take rotation=0."
+            f"quantize_: {layout.sizes[1]} columns (in_features) are divided unevenly among {layout.cut.world} ranks, "
+            "so their rotations may differ. Quantize the whole weight and then shard the layer, or use rotation=0."
         )
     if layout.cut.dim == 1 and isinstance(made, QuantLinear) and made.weight_sums is not None:
         sums = made.weight_sums.detach().clone()

@@ -26,8 +26,8 @@ def warn_of(library: str, error: Exception) -> None:
     library = library.partition(".")[0]
     version = getattr(sys.modules[library], "__version__", "of unknown version")
     warnings.warn(
-        f"qao does not work together with this {library} ({version}): {type(error).__name__}: {error}. All else "
-        "does. Another version of one of the two may help.",
+        f"qao does not work with this version of {library} ({version}): {type(error).__name__}: {error}. Everything "
+        "else works. Another version of one of the two may help.",
         stacklevel=3,
     )
 

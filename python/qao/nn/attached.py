@@ -7,8 +7,8 @@ from types import MethodType
 from torch import nn
 
 SHARDED = (
-    "it is sharded (fully_shard, FSDP, tensor parallelism): quantize first, then call fully_shard, since "
-    "FullyShardedDataParallel takes no integers, or parallelize_module, with the styles of qao.distributed"
+    "it is sharded (fully_shard, FSDP, tensor parallelism): quantize first, then call fully_shard, because "
+    "FullyShardedDataParallel does not support integers, or parallelize_module with the styles of qao.distributed"
 )
 
 

@@ -66,8 +66,8 @@ class DequantizedWeight(Tensor):
         if not _said:
             _said = True
             warnings.warn(
-                f"The weight {list(self.shape)} of a quantized layer was read, and is dequantized each time that is "
-                "done. If a model does so in its forward, leave that layer out: quantize_(model, {name: None, ...}).",
+                f"The weight {list(self.shape)} of a quantized layer was read. Each read dequantizes it. If a model "
+                "reads it in its forward, leave that layer in float: quantize_(model, {name: None, ...}).",
                 stacklevel=2,
             )
         return self._dequantize()
@@ -105,16 +105,16 @@ class DequantizedWeight(Tensor):
     def _refuse_write(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"{what}: layer.weight of a quantized layer {list(self.shape)} is computed from layer.qweight and cannot "
-            "be written. Quantize another weight into the layer with layer.load_float_(weight), into a whole model "
-            "with qao.update_(model, state_dict). To train or to edit the weight, return to floats with "
+            "be written. To quantize another weight into the layer, call layer.load_float_(weight); for a whole "
+            "model, qao.update_(model, state_dict). To train or edit the weight, return to float with "
             "qao.dequantize_(model); layer.dequantize() is a copy."
         )
 
     def _refuse_address(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"{what}: layer.weight of a quantized layer {list(self.shape)} has no memory: it is dequantized when it is "
-            "used. Pass layer.dequantize(), an ordinary tensor [N, K] of the same numbers, or leave that layer in "
-            "floats: quantize_(model, {name: None, ...})."
+            "used. Pass layer.dequantize(), an ordinary tensor [N, K] with the same values, or leave that layer in "
+            "float: quantize_(model, {name: None, ...})."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -35,17 +35,17 @@ def obstacle(embedding: nn.Module) -> str | None:
         return "it has max_norm, which rewrites rows of the weight in every forward"
     if embedding.sparse or embedding.scale_grad_by_freq:
         option = "sparse" if embedding.sparse else "scale_grad_by_freq"
-        return f"it has {option}, which is for training, and quantized rows are frozen"
+        return f"it has {option}, which is for training, but quantized rows are frozen"
     return instance_obstacle(embedding)
 
 
 def scheme_obstacle(scheme: Scheme) -> str | None:
     """Why an embedding cannot use a weight of this scheme; None if it can."""
     if scheme.rotation:
-        return f"{scheme} holds a rotated weight, whose rows are none of the embedding: take rotation=0 for it"
+        return f"{scheme} rotates the weight, so its rows are not rows of the embedding: use rotation=0 for it"
     if scheme.weights in ops.EMBEDDINGS:
         return None
-    return f"embeddings are quantized to int4 or int8, and {scheme.word} has {scheme.weights} weights"
+    return f"embeddings are quantized to int4 or int8, but {scheme.word} has {scheme.weights} weights"
 
 
 class _ScaledEmbedding(nn.Embedding):
@@ -175,8 +175,8 @@ class QuantEmbedding(PackedModule):
         """Accepts only False, because a quantized embedding cannot be trained."""
         if requires_grad:
             raise RuntimeError(
-                "QuantEmbedding: a quantized embedding is frozen and cannot be trained. Leave it in floats, with "
-                "quantize_(..., embeddings=False), or train adapters beside it."
+                "QuantEmbedding: a quantized embedding is frozen and cannot be trained. Leave it in float, with "
+                "quantize_(..., embeddings=False), or train adapters."
             )
         return self
 

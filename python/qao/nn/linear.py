@@ -47,7 +47,7 @@ def obstacle(linear: nn.Module) -> str | None:
         return reason
     tensors = {**linear._parameters, **linear._buffers, **linear._modules}
     others = [name for name, value in tensors.items() if value is not None and name not in ("weight", "bias")]
-    return f"it has {', '.join(others)} beside weight and bias, which would be lost" if others else None
+    return f"it also has {', '.join(others)}, which would be lost" if others else None
 
 
 def _bias_obstacle(linear: nn.Module) -> str | None:
@@ -75,7 +75,7 @@ def instance_obstacle(module: nn.Module) -> str | None:
     if weight is None:
         return "its weight is computed from other parameters (parametrization, weight_norm, pruning)"
     if is_lazy(weight):
-        return "it is lazy and has no weight yet: run the model once before"
+        return "it is lazy and has no weight yet: run the model once first"
     if type(weight).__name__ == "DTensor":
         return SHARDED
     if hasattr(weight, "ds_id"):
@@ -89,7 +89,7 @@ def instance_obstacle(module: nn.Module) -> str | None:
     if weight.layout != torch.strided:
         return f"its weight has layout {weight.layout}, not torch.strided"
     if weight.dim() != 2:
-        return f"its weight {list(weight.shape)} has not two dimensions"
+        return f"its weight {list(weight.shape)} does not have two dimensions"
     if weight.numel() == 0:
         return f"its weight {list(weight.shape)} is empty"
     return None

@@ -77,8 +77,8 @@ def check(found: Marker, own: Marker, name: str, layer: str = "layer") -> None:
         return
     there, here = unlike
     raise ValueError(
-        f"{name}: the checkpoint holds {there}, and this {layer} has {here}: it would compute something else. Use the "
-        "model that the checkpoint was made of, quantized with the same scheme, or load into the float model: "
+        f"{name}: the checkpoint holds {there}, but this {layer} has {here} and would compute something else. Use the "
+        "model that the checkpoint was made from, quantized with the same scheme, or load into the float model: "
         "qao.load(path, model) takes the schemes from the file."
     )
 

@@ -125,11 +125,11 @@ class PackedModule(Updatable, nn.Module):
                 raise ValueError(
                     f"{name}qweight: the checkpoint holds the packed weight of a {'smaller' if smaller else 'larger'} "
                     f"layer than this {self._told()}, padded to the same shape. Use the model that the checkpoint was "
-                    "made of."
+                    "made from."
                 )
             if self._is_of(n, k - 1, q, of_groups):
                 raise ValueError(
-                    f"{name}qweight: nothing says of which size the packed weight is: it may be one of this "
+                    f"{name}qweight: the size of the packed weight is ambiguous: it may be that of this "
                     f"{self._told()}, with zeros in its last column, or one with fewer columns. Keep the entry "
                     f"{name}{marker.MARKER} of model.state_dict(), which has the sizes."
                 )
@@ -170,7 +170,7 @@ class PackedModule(Updatable, nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in ("weight", "weight_orig"):  # pruning registers weight_orig
             raise AttributeError(
-                f"{type(self).__name__}.weight is computed from qweight and cannot be set, pruned or parametrised. "
+                f"{type(self).__name__}.weight is computed from qweight and cannot be set, pruned or parametrized. "
                 "Make a module of the float weight instead: qao.QuantLinear.from_linear(linear, scheme)."
             )
         if param is not None and name in PackedWeight._fields:
@@ -185,10 +185,10 @@ class PackedModule(Updatable, nn.Module):
         sizes = getattr(param, "packed_sizes", self._sizes)
         dtypes = self.scheme.scale_dtypes if name == "scales" else (own.dtype,)
         if param.shape != own.shape or param.dtype not in dtypes or sizes != self._sizes:
-            whose = f" of a weight {list(sizes)}" if sizes != self._sizes else ""
+            of_weight = f" of a weight {list(sizes)}" if sizes != self._sizes else ""
             raise ValueError(
-                f"{self._told()}: {name} must be {_describe(own)}, not {_describe(param)}{whose}. Make a layer of the "
-                "other weight instead."
+                f"{self._told()}: {name} must be {_describe(own)}, not {_describe(param)}{of_weight}. Make a layer "
+                "of the other weight instead."
             )
 
     @property
@@ -220,7 +220,7 @@ class PackedModule(Updatable, nn.Module):
 
     def __prepare_scriptable__(self) -> None:
         raise RuntimeError(
-            f"{type(self).__name__}: torch.jit.script cannot take it: use torch.export or torch.jit.trace."
+            f"{type(self).__name__}: torch.jit.script does not support it: use torch.export or torch.jit.trace."
         )
 
     def tie(self, other: PackedModule) -> None:
@@ -356,7 +356,7 @@ class PackedModule(Updatable, nn.Module):
         floats = state_dict.pop(prefix + marker.TRIPWIRE, None)
         if isinstance(floats, Tensor) and floats.dtype != torch.uint8:
             raise ValueError(
-                f"{prefix}{marker.TRIPWIRE}: the checkpoint holds {_describe(floats)}, and this {self._told()} is "
+                f"{prefix}{marker.TRIPWIRE}: the checkpoint holds {_describe(floats)}, but this {self._told()} is "
                 "quantized. Load it before quantizing, or quantize these weights into the model: "
                 "qao.update_(model, state_dict)."
             )
@@ -367,7 +367,7 @@ class PackedModule(Updatable, nn.Module):
             and prefix + "weight_sums" not in state_dict
         ):
             raise ValueError(
-                f"{prefix}weight_sums: the checkpoint has none, and this {self._told()} needs those of its weight. "
+                f"{prefix}weight_sums: the checkpoint has none, but this {self._told()} needs those of its weight. "
                 "Load into a model that is quantized with the scheme of the checkpoint."
             )
         if found is not None:
@@ -376,8 +376,8 @@ class PackedModule(Updatable, nn.Module):
         bias = state_dict.get(prefix + "bias")
         if isinstance(bias, Tensor) and bias.shape[-1:] != self._sizes[:1]:
             raise ValueError(
-                f"{prefix}bias: the checkpoint holds {_describe(bias)}, and this {self._told()} has {self._sizes[0]} "
-                "outputs. Use the model that the checkpoint was made of."
+                f"{prefix}bias: the checkpoint holds {_describe(bias)}, but this {self._told()} has {self._sizes[0]} "
+                "outputs. Use the model that the checkpoint was made from."
             )
         qweight, scales = (state_dict.get(prefix + name) for name in ("qweight", "scales"))
         if not sized and isinstance(qweight, Tensor) and isinstance(scales, Tensor):

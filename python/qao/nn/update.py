@@ -115,11 +115,11 @@ def check_weight(module: Any, weight: Tensor, name: str) -> None:
     shapes = module._weight_shapes()
     if weight.dtype not in (*FLOAT_DTYPES, torch.float64):
         raise TypeError(
-            f"{name}: the weight has dtype {weight.dtype}, and float32, float16, bfloat16 or float64 is needed"
+            f"{name}: the weight has dtype {weight.dtype}, but float32, float16, bfloat16 or float64 is needed"
         )
     if tuple(weight.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name}: the weight is {list(weight.shape)}, and this {type(module).__name__} has {expected}")
+        raise ValueError(f"{name}: the weight is {list(weight.shape)}, but this {type(module).__name__} has {expected}")
     if modes.has_no_numbers(weight) or modes.has_no_numbers(module.qweight):
         without, which = (weight, "new weight") if modes.has_no_numbers(weight) else (module.qweight, "layer")
         where = "on meta" if without.is_meta else "a FakeTensor"
@@ -198,14 +198,14 @@ def _check_names(
             problems.append(f"missing: {' or '.join(names)}")
         for name in given:
             if name in others and state[name].shape != others[name].shape:
-                problems.append(f"{name}: {list(state[name].shape)}, and the model has {list(others[name].shape)}")
+                problems.append(f"{name}: {list(state[name].shape)}, but the model has {list(others[name].shape)}")
         for name in given[1:]:
             if state[name] is not state[given[0]] and not torch.equal(_whole(state[name]), _whole(state[given[0]])):
-                problems.append(f"{name}: it differs from {given[0]}, with which it is shared in the model")
+                problems.append(f"{name}: it differs from {given[0]}, which is the same tensor in the model")
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         text = "".join(f"\n  {line}" for line in [*problems[:20], *more])
-        raise ValueError(f"update_: these are not the float weights of this model, which is unchanged:{text}")
+        raise ValueError(f"update_: these are not the float weights of this model. The model is unchanged:{text}")
 
 
 def _one_each(state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class _Product(Function):
             ctx.product = operator, operands, operands[0]._version, operands[1]._version
         except RuntimeError as error:  # inference tensors have no version
             raise RuntimeError(
-                f"{operator._schema.name}: weight or scales are inference tensors, beside which there is no gradient. "
-                "Copy or move the model outside torch.inference_mode(), or take copy.deepcopy(model)."
+                f"{operator._schema.name}: weight or scales are inference tensors, which rule out a gradient. "
+                "Copy or move the model outside torch.inference_mode(), or use copy.deepcopy(model)."
             ) from error
         return y
 
@@ -85,7 +85,7 @@ def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
     if versions and not _is_dynamo_compiling() and versions != [weight._version, scales._version]:
         raise RuntimeError(
             f"{operator._schema.name}: weight or scales have been modified by an inplace operation since the forward "
-            f"whose gradient is asked for. Got weight {list(weight.shape)}, scales {list(scales.shape)}. Run it again."
+            f"pass of this gradient. Got weight {list(weight.shape)}, scales {list(scales.shape)}. Run it again."
         )
     if size := rotation_among(operator, operands):
         return rotated(DENSE[operator](weight, scales, torch.float32, *operands[3:]), size).to(dtype)
@@ -107,8 +107,8 @@ def _leave_to_python() -> None:
     """Forces a graph break: Dynamo does not know which derivatives are needed and would make them zero."""
     if _is_dynamo_compiling():
         raise RuntimeError(
-            "qao: no graph can hold torch.func or forward-mode around a quantized layer. Without fullgraph=True they "
-            "run eagerly."
+            "qao: a graph cannot contain torch.func or forward-mode around a quantized layer. Without fullgraph=True "
+            "they run eagerly."
         )
 
 
@@ -163,8 +163,8 @@ def batched(
     of_x, of_weight, of_scales, of_bias, *of_rest = dims
     if any(dim is not None for dim in (of_weight, of_scales, *of_rest)):
         raise RuntimeError(
-            f"{operator._schema.name}: vmap over a quantized weight is not supported: x and bias alone may have a "
-            f"dimension of vmap. Got in_dims x: {of_x}, weight: {of_weight}, scales: {of_scales}, bias: {of_bias}, "
+            f"{operator._schema.name}: vmap over a quantized weight is not supported: only x and bias may have a "
+            f"vmap dimension. Got in_dims x: {of_x}, weight: {of_weight}, scales: {of_scales}, bias: {of_bias}, "
             f"weight {list(weight.shape)}. Call the layers one by one, or dequantize_ the model for an ensemble."
         )
     if of_x is None:  # then bias has a batch dimension

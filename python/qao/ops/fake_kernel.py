@@ -25,8 +25,8 @@ def fake_kernel(operator: str) -> Callable[[Kernel], Kernel]:
         def checked(*arguments: Any) -> Any:
             if _ONNX in sys.modules and torch.onnx.is_in_onnx_export():
                 raise RuntimeError(
-                    f"qao::{operator}: ONNX has no such operator. Export what qao.dequantize_(model) makes of the "
-                    "model, or of a copy of it."
+                    f"qao::{operator}: ONNX has no such operator. Call qao.dequantize_ on the model, or on a "
+                    "copy of it, and export that."
                 )
             devices = {argument.device for argument in arguments if isinstance(argument, Tensor)}
             if len(devices) > 1:
@@ -39,7 +39,7 @@ def fake_kernel(operator: str) -> Callable[[Kernel], Kernel]:
                 return kernel(*arguments)
             except (AttributeError, IndexError, ValueError) as error:  # a None, or too few dimensions
                 raise RuntimeError(
-                    f"qao::{operator}: an argument is no tensor of a shape it can have. Got "
+                    f"qao::{operator}: an argument is not a tensor of a valid shape. Got "
                     f"{_describe_all(operator, arguments)}. See the documentation of qao.ops.{operator}."
                 ) from error
 

@@ -50,8 +50,8 @@ def pack_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int)
         )
     stored = scales.detach().to(torch.bfloat16)
     if not scales.is_meta and not _are_exact(scales.detach(), stored, group_size):
-        what = "powers of two from 2^-127 to 2^127" if group_size == MX_GROUP else "numbers of e4m3, 0 or more"
-        raise ValueError(f"pack_fp4: scales of groups of {group_size} must be {what}; use pack_int4 for others")
+        what = "powers of two from 2^-127 to 2^127" if group_size == MX_GROUP else "e4m3 values of 0 or more"
+        raise ValueError(f"pack_fp4: scales of groups of {group_size} must be {what}; use pack_int4 for other scales")
     rows = [stored]
     if group_size == NV_GROUP:
         rows.append(_parts(_divisor(divisor, n, q)))
@@ -154,7 +154,7 @@ def _divisor(divisor: Tensor | None, n: int, q: Tensor) -> Tensor:
             f"on {divisor.device}"
         )
     if not divisor.is_meta and not ((divisor >= 2.0**-100) & (divisor <= 2.0**100)).all():
-        raise ValueError("pack_fp4: divisor must be from 2^-100 to 2^100: of others bfloat16 parts lose digits")
+        raise ValueError("pack_fp4: divisor must be from 2^-100 to 2^100: outside, bfloat16 parts lose digits")
     return divisor.detach().expand(n)
 
 

@@ -13,7 +13,7 @@ def _load() -> None:
     library = Path(__file__).parents[1] / "_C.so"
     if sys.platform != "linux":
         raise ImportError(
-            f"qao runs on Linux alone; this is {sys.platform}. On Windows use WSL 2, on macOS a Linux container."
+            f"qao only runs on Linux; this is {sys.platform}. On Windows use WSL 2, on macOS a Linux container."
         )
     if not library.exists():
         raise ImportError(
@@ -24,15 +24,15 @@ def _load() -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise ImportError(
-            f"qao's operator library does not load with torch {torch.__version__}: {error}. qao needs torch >= 2.11; "
-            "upgrade torch or reinstall qao."
+            f"qao's operator library cannot be loaded with torch {torch.__version__}: {error}. qao needs torch >= "
+            "2.11; upgrade torch or reinstall qao."
         ) from error
     if not ctypes.CDLL(str(library)).qao_is_registered():
         others = {path for path in torch.ops.loaded_libraries if Path(path).parts[-2:] == ("qao", "_C.so")}
         first = ", ".join(sorted(others - {str(library.resolve())})) or "a place that torch does not know"
         raise ImportError(
-            f"this process has loaded another copy of qao already, from {first}, so that {library} cannot be used. "
-            "Start a new process, with one of them on sys.path."
+            f"this process has already loaded another copy of qao, from {first}, so {library} cannot be used. "
+            "Start a new process with one of them on sys.path."
         )
 
 

@@ -112,8 +112,8 @@ def _check(name: str, x: Tensor, other: Tensor | None) -> None:
     other = x if other is None else other
     if x.dtype not in _DTYPES or (x.dtype, x.shape) != (other.dtype, other.shape):
         raise RuntimeError(
-            f"qao::{name}: both tensors must be alike and float32, float16 or bfloat16. Got {x.dtype}{list(x.shape)} "
-            f"and {other.dtype}{list(other.shape)}. Cast or reshape them."
+            f"qao::{name}: both tensors must have one shape and one dtype (float32, float16 or bfloat16). Got "
+            f"{x.dtype}{list(x.shape)} and {other.dtype}{list(other.shape)}. Cast or reshape them."
         )
 
 

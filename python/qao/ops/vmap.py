@@ -31,7 +31,7 @@ def _register_rows(operator: Any, rows: int) -> None:
         if any(dim is not None for dim in in_dims[rows:]):
             raise RuntimeError(
                 f"{name}: vmap over a weight is not supported. Got in_dims {in_dims}; "
-                f"the first {rows} may have a dimension of vmap. Call it once a weight."
+                f"the first {rows} may have a vmap dimension. Call it once per weight."
             )
         moved = [
             tensor
@@ -68,8 +68,8 @@ def _register_jagged(operator: Any) -> None:
         x, *others = args
         if not isinstance(x, NestedTensor) or x._ragged_idx == x.dim() - 1:
             raise RuntimeError(
-                f"{operator._schema.name}: x alone may be a jagged nested tensor, and its last dimension, in_features, "
-                f"not the jagged one. Got {', '.join(_layout(tensor) for tensor in args if isinstance(tensor, Tensor))}"
+                f"{operator._schema.name}: only x may be a jagged nested tensor, and its jagged dimension must not be "
+                f"the last. Got {', '.join(_layout(tensor) for tensor in args if isinstance(tensor, Tensor))}"
                 ". Transpose x, or take its .values()."
             )
         structure = {"_metadata_cache": x._metadata_cache, "_ragged_idx": x._ragged_idx}
@@ -91,8 +91,8 @@ def _register_strided(operator: Any) -> None:
         ]
         if nested != ["x"]:
             raise RuntimeError(
-                f"{operator._schema.name}: x alone may be a nested tensor. Got {', '.join(nested)}. Give others as "
-                "plain tensors; .unbind() has them."
+                f"{operator._schema.name}: only x may be a nested tensor. Got {', '.join(nested)}. Pass the others as "
+                "plain tensors; .unbind() returns them."
             )
         return of_parts(lambda rows: operator(rows, *others), x)
 

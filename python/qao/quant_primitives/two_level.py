@@ -39,8 +39,8 @@ class Factors(ABC):
         if (missing := found.isnan()).any():
             row = int(missing.nonzero()[0])
             raise ValueError(
-                f"{name}: the scales of row {row} of {len(missing)} are no {self.allowed} times one scale, as "
-                f"{self.option} asks for. Quantize the float weight with this scheme, or take {self.option}=False."
+                f"{name}: the scales of row {row} of {len(missing)} are not {self.allowed} times one scale, as "
+                f"{self.option} requires. Quantize the float weight with this scheme, or use {self.option}=False."
             )
         return found
 
@@ -65,7 +65,7 @@ class _WholeNumbers(Factors):
 
     lowest, highest = -15, 16
     option = "integer_scales"
-    allowed = "whole numbers from -15 to 16"
+    allowed = "integers from -15 to 16"
 
     def _row_scales(self, scales: Tensor) -> Tensor:
         exact = scales.double()

@@ -98,8 +98,8 @@ def measured(
         name, weight = layer.row.name, linear_weight(layer.module)
         if weight.is_meta:
             raise ValueError(
-                f"quantize_: {name} is on meta, and group_size='auto' has to see the numbers. Load the model first, or "
-                "give the group size of each layer."
+                f"quantize_: {name} is on meta, and group_size='auto' needs the values. Load the model first, or "
+                "pass a group size for each layer."
             )
         weight = weight if device is None else weight.to(device)
         found.append(weight_errors(weight, layer.scheme, name, importance.get(name)))
@@ -149,7 +149,7 @@ def choose(options: Sequence[Sequence[Option]], elements: Sequence[int], scheme:
         least = sum(hull[0].bits for hull in hulls) / sum(elements)
         raise ValueError(
             f"{type(scheme).__name__}: budget_bits={scheme.budget_bits:g} is not enough: these {len(hulls)} layers "
-            f"take {least:.3f} bits a weight with the largest groups, scales and zero points included. Give more, or "
+            f"take {least:.3f} bits per weight with the largest groups, scales and zero points included. Use more, or "
             "scale_dtype=torch.float16, or symmetric=True."
         )
     steps = [

@@ -28,13 +28,13 @@ def by_name_and_module(function: Callable[..., T], what: str) -> Callable[[str, 
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some C functions have no signature
         raise TypeError(
-            f"{what}: {function!r} has no signature to tell the order of its arguments; {_REMEDY}"
+            f"{what}: {function!r} has no signature that shows the order of its arguments; {_REMEDY}"
         ) from None
     try:
         signature.bind("name", "module")
     except TypeError as error:
         raise TypeError(
-            f"{what} is called with a name and a module, and takes ({_names(signature)}): {error}"
+            f"{what} is called with a name and a module, but takes ({_names(signature)}): {error}"
         ) from None
     parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY][:2]
     meanings = [_meaning(parameter) for parameter in parameters]

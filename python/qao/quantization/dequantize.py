@@ -40,7 +40,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
     for layer, name in layers.items():
         if isinstance(layer, Sharded):
             raise ValueError(
-                f"dequantize_: {name} is sharded ({layer.layout}). Do it before that. The model is unchanged."
+                f"dequantize_: {name} is sharded ({layer.layout}). Dequantize before sharding. The model is unchanged."
             )
         if reason := attached(layer):
             raise ValueError(f"dequantize_: {name}: {reason}. The model is unchanged.")

@@ -11,8 +11,8 @@ from ..nn.linear import is_linear, linear_weight
 from ..nn.packed_module import PackedModule
 
 _REMEDY = "name it in a dict of schemes to quantize it"
-ROUTER = f"a router of experts, whose errors send tokens elsewhere; {_REMEDY}"
-ONE_OUTPUT = f"it has a single output, and saves nothing; {_REMEDY}"
+ROUTER = f"a router: its errors send tokens to other experts; {_REMEDY}"
+ONE_OUTPUT = f"it has a single output, so quantizing saves nothing; {_REMEDY}"
 
 _GATES = {"gate", "gating", "moe_gate", "expert_gate", "shared_expert_gate"}
 

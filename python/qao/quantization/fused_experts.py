@@ -39,13 +39,13 @@ def obstacle(module: Any) -> str | None:
     up, down = projections_of(module)
     names = [up, down, *((f"{up}_bias", f"{down}_bias") if module.has_bias else ())]
     if sorted(module._parameters) != sorted(names):
-        return f"fused experts: it has {', '.join(module._parameters)}, not {', '.join(names)} alone"
+        return f"fused experts: it has {', '.join(module._parameters)}, not just {', '.join(names)}"
     for name in names:
         weight = module._parameters[name]
         if type(weight).__name__ == "DTensor":
             return f"fused experts: {SHARDED}"
         if type(weight) is not nn.Parameter or weight.dtype not in (*FLOAT_DTYPES, torch.float64):
-            return f"fused experts: {name} is no plain Parameter in a float dtype"
+            return f"fused experts: {name} is not a plain Parameter in a float dtype"
         if weight.dim() != (2 if name.endswith("_bias") else 3) or weight.numel() == 0:
             return f"fused experts: {name} has shape {list(weight.shape)}"
     others = [name for name, child in module._modules.items() if name != "post_expert_norm" and _has_tensors(child)]
@@ -101,9 +101,9 @@ def _decided(
         elif reason is not None:
             layer.leave("untouched", reason)
         elif not has_grouped_product(scheme):
-            layer.leave("left", f"{scheme.word} has no product for experts: give them another scheme, by name")
+            layer.leave("left", f"{scheme.word} has no grouped GEMM for experts: give them another scheme by name")
         elif is_auto(scheme):
-            layer.leave("left", "group sizes are not chosen for experts: give them a scheme with one, by name")
+            layer.leave("left", "group sizes are not chosen for experts: give them a scheme with a fixed one by name")
         elif is_compiled(layer):
             layer.leave("left", COMPILED)
         else:
@@ -189,7 +189,7 @@ class Arriving:
         origin: Any = layer.module
         skeleton = origin._parameters[_key(layer)]
         if value.shape != skeleton.shape:
-            raise ValueError(f"{name}: {list(value.shape)} in the checkpoint, and {list(skeleton.shape)} in the model")
+            raise ValueError(f"{name}: {list(value.shape)} in the checkpoint, but {list(skeleton.shape)} in the model")
         self._packed[name] = quantize_projection(value, layer.scheme, origin.is_transposed, None, name)
         kept = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)  # keeps the shape and dtype
         kept._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would initialize it

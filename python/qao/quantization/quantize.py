@@ -154,8 +154,8 @@ def plan(
     targets.check_device(model, device)
     if any(auto_group_size.is_auto(layer.scheme) and isinstance(layer.module, Sharded) for layer in pending):
         raise ValueError(
-            "quantize_: group_size='auto' with sharded layers: ranks would choose by their own parts, and differ. "
-            "Quantize before parallelize_module, or give a group_size."
+            "quantize_: group_size='auto' with sharded layers: each rank would choose for its own part, and the ranks "
+            "would differ. Quantize before parallelize_module, or pass a group_size."
         )
     for layer in pending:
         if layer.tied_to is None:
@@ -218,7 +218,7 @@ def _asked_again(
         if scheme is None or alike(module.scheme, scheme.fitted(module._sizes[1])):
             continue
         if keep is None or keep(name, owner):
-            row.note = f"asked for as {scheme}, and quantized already"
+            row.note = f"requested as {scheme}, but already quantized"
             found.append(row)
     return found
 
@@ -230,8 +230,8 @@ def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
     text = "".join(f"\n  {row.name}: {row.scheme}, {row.note}" for row in rows[:5])
     text += f"\n  and {len(rows) - 5} more" if len(rows) > 5 else ""
     message = (
-        f"quantize_: layers that are quantized already keep their scheme:{text}\nTo quantize them otherwise, load the "
-        "float model anew; qao.dequantize_(model) makes floats of them that stay as rounded as they are."
+        f"quantize_: layers that are already quantized keep their scheme:{text}\nTo quantize them differently, reload "
+        "the float model; qao.dequantize_(model) returns them to float with their rounding errors."
     )
     if not others:
         raise ValueError(f"{message} The model is unchanged.")
@@ -313,7 +313,7 @@ def _replace(
     except BaseException as error:
         warnings.warn(
             f"quantize_: {type(error).__name__} in {unit[0].row.name}: {done} of {sum(map(len, units))} layers are "
-            "quantized, the others are as they were. Call quantize_ again with the same arguments for the rest.",
+            "quantized, the others are unchanged. Call quantize_ again with the same arguments for the rest.",
             stacklevel=4,
         )
         raise

@@ -99,10 +99,10 @@ class Report:
             f"{_mebibytes(self.bytes_after)} MiB, {self.coverage:.1%} of {self.parameters:,} parameters"
         )
         if calibrated:
-            lines.append("output errors are on the data: of a layer with its weight rounded to nearest and as it is")
+            lines.append("output errors on the data: with the weight rounded to nearest, and as quantized")
         if count := len(self.problems):
-            asked = "1 weight that was asked for is" if count == 1 else f"{count} weights that were asked for are"
-            lines.append(f"{asked} not quantized: see the lines with a reason")
+            asked = "1 requested weight is" if count == 1 else f"{count} requested weights are"
+            lines.append(f"{asked} not quantized: see the rows with a reason")
         return "\n".join(lines)
 
     def _quantized(self) -> Iterator[Row]:

@@ -28,7 +28,7 @@ class Selection:
     def __call__(self, name: str, module: nn.Module) -> Scheme | None:
         chosen = self.choose(name, module)
         if chosen is not None and not isinstance(chosen, Scheme):
-            raise TypeError(f"quantize_: the scheme of {name} must be a Scheme or None, not {chosen!r}")
+            raise TypeError(f"quantize_: the scheme for {name} must be a Scheme or None, not {chosen!r}")
         return chosen
 
 

@@ -72,7 +72,7 @@ def make_room(
     for name, scheme in plain.items():
         module = modules.get(name)
         if module is None:
-            raise ValueError(f"{name}: the checkpoint has a quantized layer here, and {type(model).__name__} no module")
+            raise ValueError(f"{name}: a quantized layer in the checkpoint, but no module of {type(model).__name__}")
         if id(module) in successors:
             continue
         weight = _weight_of(name, module, (sizes or {}).get(name))
@@ -87,7 +87,7 @@ def make_room(
         child = parent._modules.get("_orig_mod") if type(parent).__name__ == "OptimizedModule" else None
         if id(child) in successors:
             raise ValueError(
-                f"{names[id(child)]}: the checkpoint has a quantized layer here, and torch.compile was called on the "
+                f"{names[id(child)]}: the checkpoint has a quantized layer here, but torch.compile was called on the "
                 "module and keeps it. Load first, then compile."
             )
     done: Undo = []
@@ -130,7 +130,7 @@ def _empty_experts(
     if sorted(schemes) != ["down", "up"] or reason is not None:
         raise ValueError(
             f"{name}: the checkpoint has quantized experts here, which cannot be replaced: "
-            f"{reason or 'up and down are quantized together, and it has ' + ', '.join(schemes)}"
+            f"{reason or 'up and down must share one scheme, but it has ' + ', '.join(schemes)}"
         )
     packed = {}
     for part, key in zip(("up", "down"), projections_of(origin), strict=True):
@@ -139,7 +139,7 @@ def _empty_experts(
         given = sizes.get(f"{name}.{part}", (n, k))
         if tuple(given) != (n, k):
             raise ValueError(
-                f"{name}.{part}: the checkpoint has weights {list(given)} here, and the model {[n, k]}: another model?"
+                f"{name}.{part}: weights {list(given)} in the checkpoint, but {[n, k]} in the model: another model?"
             )
         dtype = dtypes.get(f"{name}.{part}", weight.dtype)
         device = "meta" if on_meta else weight.device
@@ -167,10 +167,10 @@ def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> to
         n, k = weight.shape if is_embedding(module) else linear_weight(module).shape
         shape = n, k
     else:
-        raise ValueError(f"{name}: the checkpoint has a quantized layer here, and the model a {type(module).__name__}")
+        raise ValueError(f"{name}: a quantized layer in the checkpoint, but a {type(module).__name__} in the model")
     if size is not None and tuple(size) != tuple(shape):
         raise ValueError(
-            f"{name}: the checkpoint has a weight {list(size)} here, and the model one of {list(shape)}: another model?"
+            f"{name}: a weight {list(size)} in the checkpoint, but {list(shape)} in the model: another model?"
         )
     return weight
 

@@ -116,7 +116,7 @@ def decide(
     elif row.name in select.spared:
         layer.leave("excluded", select.spared[row.name])
     elif any(part.startswith("lora_") for part in row.name.split(".")):
-        layer.leave("excluded", "a LoRA adapter, which is there to be trained")
+        layer.leave("excluded", "a LoRA adapter, which must stay trainable")
     elif reader is not None:
         layer.leave("left", f"{type(reader).__name__} reads or writes its weight itself")
     elif layer.in_fsdp:
@@ -195,7 +195,7 @@ def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme
     """Why embeddings keep the float weight that they share with linear layers of this scheme; "" if they do not."""
     reasons = [obstacle_of_embedding(layer.module) for layer in readers]
     reasons += [COMPILED for layer in readers if is_compiled(layer)]
-    reasons += ["a linear has it transposed" for layer in linears if not isinstance(layer.module, nn.Linear)]
+    reasons += ["a linear layer uses it transposed" for layer in linears if not isinstance(layer.module, nn.Linear)]
     reason = next(filter(None, [*reasons, scheme_obstacle(scheme)]), None)
     if reason is not None:
         return f"; {reason}"

@@ -258,7 +258,7 @@ def scheme_from_dict(content: Mapping[str, Any]) -> Scheme:
     word = content.get("scheme")
     kind = SCHEMES.get(word) if isinstance(word, str) else None
     if kind is None:
-        raise ValueError(f"scheme_from_dict: {word!r} is no scheme; there are {', '.join(SCHEMES)}")
+        raise ValueError(f"scheme_from_dict: {word!r} is not a scheme; use one of {', '.join(SCHEMES)}")
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     arguments = {name: value for name, value in content.items() if name != "scheme"}
     if unknown := sorted(arguments.keys() - known):

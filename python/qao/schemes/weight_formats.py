@@ -47,7 +47,7 @@ class Int4Weight(Scheme):
             self._reject("budget_bits", f"None with group_size={self.group_size}: it is for group_size='auto'")
         number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
         if self.group_size == "auto" and not (number and 4 < budget < math.inf):  # type: ignore[operator]
-            expected = "a number above 4 with group_size='auto': bits a weight, scales and zero points included"
+            expected = "a number above 4 with group_size='auto': bits per weight, scales and zero points included"
             self._reject("budget_bits", expected)
         self._check_bool("symmetric", "clip_search", "symmetric_activations", "whole_zeros")
         if self.scale_dtype is not None and self.scale_dtype not in FLOAT_DTYPES:
@@ -59,7 +59,7 @@ class Int4Weight(Scheme):
         """Columns of W that share a scale; -1: the whole row."""
         if self.group_size == "auto":
             raise ValueError(
-                f"{self}: group sizes are chosen among the layers of a model, by qao.quantize_ or qao.calibrate. Give "
+                f"{self}: group sizes are chosen among the layers of a model, by qao.quantize_ or qao.calibrate. Pass "
                 f"a number for one layer: {', '.join(map(str, GROUP_SIZES))}."
             )
         return self.group_size

@@ -67,11 +67,11 @@ def groups_of(settings: Settings) -> list[Group]:
     """Parse the groups of a config and check that qao has kernels for each."""
     if settings.child("transform_config"):
         raise CheckpointError(
-            f"{settings.where}: transform_config asks for transforms of activations, which qao has not"
+            f"{settings.where}: transform_config asks for transforms of activations, which qao does not support"
         )
     sparsity = settings.child("sparsity_config")
     if sparsity is not None and sparsity.text("format", "dense") != "dense":
-        raise CheckpointError(f"{settings.where}: sparse weights ({sparsity.text('format', '')}); qao has dense ones")
+        raise CheckpointError(f"{settings.where}: sparse weights ({sparsity.text('format', '')}) are not supported")
     if settings.child("moe_sparsity_config"):
         raise CheckpointError(f"{settings.where}: moe_sparsity_config asks for a model without some of its experts")
     own = settings.children("qao")
@@ -87,7 +87,7 @@ def _group(settings: Settings, format: str, own: Settings | None) -> Group:
         format = settings.text("format", format)
     if format not in (*_FORMATS, *_FP4, "mixed-precision"):
         known = ", ".join((*_FORMATS, *_FP4))
-        raise CheckpointError(f"{settings.where}: the format {format!r:.40} is not read; {known} are")
+        raise CheckpointError(f"{settings.where}: the format {format!r:.40} is not supported; {known} are")
     weights, inputs = settings.child("weights"), settings.child("input_activations")
     assert weights is not None
     of_weights = _weight_args(weights)
@@ -122,16 +122,16 @@ def _weight_args(settings: Settings) -> Args:
     if (args.kind, args.bits) == ("float", 4):
         return _fp4_args(settings, args)
     if (args.kind, args.bits) not in (("int", 4), ("int", 8), ("float", 8)):
-        raise CheckpointError(f"{where}: {args.kind} of {args.bits} bits; qao has int4, int8, e4m3 and e2m1")
+        raise CheckpointError(f"{where}: {args.kind} of {args.bits} bits; qao supports int4, int8, e4m3 and e2m1")
     strategies = ("tensor", "channel", "block") if args.kind == "float" else ("tensor", "channel", "group")
     if args.strategy not in strategies:
         raise settings.fail("strategy", f"one of {', '.join(strategies)} for {args.kind} weights of {args.bits} bits")
     if args.strategy == "group" and args.group_size < 1:
         raise settings.fail("group_size", "positive with the strategy group")
     if settings.values.get("scale_dtype") not in (None, "torch.bfloat16", "torch.float16", "torch.float32"):
-        raise settings.fail("scale_dtype", "a float dtype (MX formats are not read)")
+        raise settings.fail("scale_dtype", "a float dtype (MX formats are not supported)")
     if not args.symmetric and (args.kind, args.bits) != ("int", 4):
-        raise CheckpointError(f"{where}: zero points in eight bits; qao has symmetric weights there")
+        raise CheckpointError(f"{where}: zero points in eight bits; qao supports only symmetric weights there")
     if args.strategy == "block" and settings.values.get("block_structure") not in ([128, 128], "128x128"):
         raise settings.fail("block_structure", "[128, 128]")
     return args
@@ -156,7 +156,7 @@ def _input_args(settings: Settings, weights: Args) -> Args:
         raise settings.fail("dynamic", "true or false")
     args = _args(settings, dynamic, "token" if dynamic else "tensor")
     if args.bits != 8:
-        raise settings.fail("num_bits", "8: qao has activations of eight bits")
+        raise settings.fail("num_bits", "8: qao supports activations of eight bits only")
     if args.kind == "float" and not args.symmetric:
         raise settings.fail("symmetric", "true for float activations")
     if (
@@ -165,10 +165,12 @@ def _input_args(settings: Settings, weights: Args) -> Args:
         or args.kind == "float"
         and (weights.kind, weights.bits) == ("int", 8)
     ):
-        raise settings.fail("type", f"another beside {weights.kind} weights of {weights.bits} bits: no kernel has both")
+        raise settings.fail(
+            "type", f"another: no kernel has this type with {weights.kind} weights of {weights.bits} bits"
+        )
     blocks = args.strategy == "group" and args.group_size == 128 and dynamic
     if (weights.strategy == "block") != blocks or args.strategy not in ("tensor", "token", "group"):
-        raise settings.fail("strategy", "token or tensor; with weights by block: dynamic groups of 128, and only there")
+        raise settings.fail("strategy", "token or tensor; dynamic groups of 128 for, and only for, weights by block")
     return args
 
 
@@ -176,7 +178,7 @@ def group_of(groups: list[Group], settings: Settings, name: str) -> Group:
     """The group of a layer. Targets match by name first, then by pattern, then by class."""
     where = settings.where
     if any(_matches(target, name, where) for target in settings.texts("ignore")):
-        raise CheckpointError(f"{where}: {name} is in the list ignore, but its tensors are quantized")
+        raise CheckpointError(f"{where}: {name} is in the ignore list, but its tensors are quantized")
     for rank in (0, 1, 2):
         for group in groups:
             if any(_rank(target, name, where) == rank for target in group.targets):
@@ -205,11 +207,11 @@ def layer_scheme(
     notes = ["the layer's result is not quantized"] if group.outputs else []
     if inputs is not None and activation_scale is None:
         if inputs.static:
-            notes.append("static input scales dropped: activations are quantized token by token")
+            notes.append("static input scales are ignored: activations are quantized with one scale per token")
         elif inputs.strategy == "tensor" and (weights.kind, weights.strategy) != ("float", "tensor"):
-            notes.append("activations are quantized token by token, not with one scale for all")
+            notes.append("activations are quantized with one scale per token, not one per tensor")
     if group.inputs_left:
-        notes.append("activations are not quantized: beside e2m1 they are multiplied as they come")
+        notes.append("activations are not quantized: with e2m1 weights they keep their dtype")
     if weights.kind == "float" and weights.bits == 4:
         return Fp4WeightOnly("nvfp4" if weights.group_size == 16 else "mxfp4"), notes
     if weights.kind == "float":

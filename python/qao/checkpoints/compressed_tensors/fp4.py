@@ -58,7 +58,7 @@ def fp4_tensors(q: Tensor, scales: Tensor, divisor: Tensor | None) -> dict[str, 
     if divisor is None:
         return {"weight_packed": packed, "weight_scale": scales.to(torch.float8_e8m0fnu).view(torch.uint8)}
     if (divisor != divisor[0]).any():
-        raise ValueError("compressed-tensors: NVFP4 has one global scale, and rows of this layer have others")
+        raise ValueError("compressed-tensors: NVFP4 has one global scale, but rows of this layer differ")
     scale = scales.to(torch.float8_e4m3fn)
     return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": divisor[0].clone()}
 

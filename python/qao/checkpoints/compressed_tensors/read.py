@@ -55,7 +55,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
     notes = []
     dropped = [key for key in files.names if key.endswith(KV_CACHE)]
     if dropped or settings.child("kv_cache_scheme"):
-        notes.append(f"quantization of the KV cache is left out ({len(dropped)} scales)")
+        notes.append(f"quantization of the KV cache is ignored ({len(dropped)} scales)")
     return Contents(list(layers.values()), dropped, notes)
 
 
@@ -71,7 +71,7 @@ def read_layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
     elif args.kind == "int":
         n, k = _packed_shape(files, name, args.bits)
     else:
-        raise files.error(packed, f"float weights of {args.bits} bits; qao has e4m3")
+        raise files.error(packed, f"float weights of {args.bits} bits; qao supports e4m3")
     given = args.group_size if args.strategy == "group" else -1
     size, note = (-1, None) if given == -1 else grouping(files, main, given, k)
     _check_parameters(files, name, args, (n, k), 1 if given == -1 else -(-k // given))
@@ -97,7 +97,7 @@ def _check_parameters(files: TensorFiles, name: str, args: Args, shape: tuple[in
     else:
         files.check(scale, FLOATS, (n, groups), *([(n,)] if groups == 1 else []))
     if args.kind == "int" and args.bits == 8 and groups > 1:
-        raise files.error(scale, f"eight bits in {groups} groups a row; qao has int8 with one scale per row")
+        raise files.error(scale, f"eight bits with {groups} groups per row; qao supports int8 with one scale per row")
     if args.symmetric:
         if zero in files:
             _check_unused(files, zero)
@@ -111,7 +111,7 @@ def _check_order(files: TensorFiles, g_idx: str, k: int, given: int) -> None:
     if g_idx in files:
         files.check(g_idx, (torch.int32, torch.int64), (k,))
         if not torch.equal(files.read(g_idx).long(), torch.arange(k) // (given if given > 0 else k)):
-            raise files.error(g_idx, "columns are reordered into groups, for which qao has no kernel")
+            raise files.error(g_idx, "columns are reordered into groups (act-order), for which qao has no kernel")
 
 
 def _check_unused(files: TensorFiles, zero: str) -> None:
@@ -119,7 +119,7 @@ def _check_unused(files: TensorFiles, zero: str) -> None:
     stored = files.read(zero)
     middle = -0x77777778 if stored.dtype == torch.int32 else 0  # packed nibbles of 8
     if not (stored.double() == middle).all():
-        raise files.error(zero, "zero points other than 0 in a weight that the config calls symmetric")
+        raise files.error(zero, "has zero points other than 0, but the config says that the weight is symmetric")
 
 
 def _packed_shape(files: TensorFiles, name: str, bits: int) -> tuple[int, int]:

@@ -50,7 +50,7 @@ def translate(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
     if reason is not None or any(type(one) not in (Tensor, torch.nn.Parameter) for one in tensors.values()):
         raise ValueError(
             f"{name}: the checkpoint holds entries of compressed-tensors, and this {layer._told()} "
-            f"takes none: {reason or 'they are sharded'}. Use the model that the checkpoint was made of."
+            f"cannot load them: {reason or 'they are sharded'}. Use the model that the checkpoint was made from."
         )
     config = Settings(quantization_config({name: scheme}, []), f"{name} ({scheme})")
     found = read_layer(_Entries(tensors), name, groups_of(config)[0])

@@ -38,10 +38,10 @@ def can_write(scheme: Scheme, in_features: int | None = None) -> str | None:
     if type(scheme).word not in ("int4", "int8", "fp8", "fp4", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4"):
         return f"compressed-tensors has no name for {scheme}"
     if scheme.rotation:
-        return f"compressed-tensors has no rotation of activations as {scheme}: save it as qao's own format"
+        return f"compressed-tensors cannot hold the rotation of {scheme}: save it in qao's own format"
     if isinstance(scheme, (Fp4Weight, Int4Weight)) and scheme.size > 0 and in_features is not None:
         if in_features % scheme.size:
-            return f"in_features {in_features} is no multiple of the group size {scheme.size}"
+            return f"in_features {in_features} is not a multiple of the group size {scheme.size}"
     return None
 
 
@@ -81,7 +81,7 @@ def _int4(scheme: Int4Weight, qweight: Tensor, scales: Tensor, n: int, k: int) -
     q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.size)
     whole = zeros.to(torch.uint8)
     if not torch.equal(whole.to(zeros.dtype), zeros) or (whole > 15).any():
-        raise ValueError("compressed-tensors: zero points of this layer are no whole numbers 0..15")
+        raise ValueError("compressed-tensors: zero points of this layer are not integers 0..15")
     if _is_packed(scheme):
         tensors = {
             "weight_packed": packed_nibbles(q),

@@ -70,13 +70,13 @@ class GgufFile:
         self.path = Path(path)
         size = self.path.stat().st_size
         if size < 24:
-            raise CheckpointError(f"{self.path}: {size} bytes are no GGUF file")
+            raise CheckpointError(f"{self.path}: {size} bytes are not a GGUF file")
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, self.path)
             try:
                 self.metadata, self.tensors = _read_header(cursor)
             except UnicodeDecodeError as error:
-                raise cursor.error(f"a string is no UTF-8 ({error.reason})") from error
+                raise cursor.error(f"a string is not UTF-8 ({error.reason})") from error
         self._data = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
 
     def bytes_of(self, tensor: TensorInfo) -> Tensor:
@@ -95,7 +95,7 @@ class GgufParts:
         self.path = paths[0]
         for path in paths:
             if not path.exists():
-                raise CheckpointError(f"{path}: no such file; the model has {len(paths)} parts, and all are needed")
+                raise CheckpointError(f"{path}: no such file; all {len(paths)} parts of the model are needed")
         self._parts: dict[str, GgufFile] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for number, path in enumerate(paths):
@@ -103,18 +103,18 @@ class GgufParts:
             stated = part.metadata.get("split.no"), part.metadata.get("split.count")
             if stated != (number, len(paths)):
                 raise CheckpointError(
-                    f"{path}: its metadata says part {stated[0]!r} (from 0) of {stated[1]!r}, its name part "
+                    f"{path}: its metadata says part {stated[0]!r} (from 0) of {stated[1]!r}, but its name says part "
                     f"{number + 1} (from 1) of {len(paths)}"
                 )
             if number == 0:
                 self.metadata = part.metadata
             for name, tensor in part.tensors.items():
                 if name in self.tensors:
-                    raise CheckpointError(f"{path}: tensor {name} is in {self._parts[name].path.name} too")
+                    raise CheckpointError(f"{path}: tensor {name} is also in {self._parts[name].path.name}")
                 self.tensors[name], self._parts[name] = tensor, part
         total = self.metadata.get("split.tensors.count")
         if total is not None and total != len(self.tensors):
-            raise CheckpointError(f"{self.path}: its parts have {len(self.tensors)} tensors of {total!r}")
+            raise CheckpointError(f"{self.path}: its parts have {len(self.tensors)} tensors, not {total!r}")
 
     def bytes_of(self, tensor: TensorInfo) -> Tensor:
         return self._parts[tensor.name].bytes_of(tensor)
@@ -128,7 +128,7 @@ def open_gguf(path: str | Path) -> GgufFile | GgufParts:
         return GgufFile(path)
     stem, _, count = name.groups()
     if not 0 < int(count) <= _MAX_PARTS:
-        raise CheckpointError(f"{path}: one of {count} parts, by its name")
+        raise CheckpointError(f"{path}: its name says that it is one of {count} parts")
     return GgufParts([path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)])
 
 
@@ -139,12 +139,12 @@ class _Cursor:
         self.data, self.path, self.at, self.size = data, path, 0, len(data)
 
     def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}, at byte {self.at}. Is the file whole? Download it again")
+        return CheckpointError(f"{self.path}: {what}, at byte {self.at}. Is the file complete? Download it again")
 
     def skip(self, count: int) -> int:
         """Skip ``count`` bytes and return their offset."""
         if count > self.size - self.at:
-            raise self.error(f"{count} bytes are to follow, and {self.size - self.at} are left")
+            raise self.error(f"{count} bytes should follow, but only {self.size - self.at} are left")
         self.at += count
         return self.at - count
 
@@ -161,7 +161,7 @@ class _Cursor:
         """Read a count of items, each at least ``shortest`` bytes long."""
         count: int = self.number("Q")
         if count * shortest > self.size - self.at:
-            raise self.error(f"it claims {count} {what}, more than fit into what is left of it")
+            raise self.error(f"it claims {count} {what}, more than the rest of the file can hold")
         return count
 
     def value(self, kind: int) -> Any:
@@ -180,7 +180,7 @@ class _Cursor:
         size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
         count = self.count_of("elements of an array", size)
         if count > _MAX_ELEMENTS:
-            raise self.error(f"an array of {count} elements; {_MAX_ELEMENTS} are allowed")
+            raise self.error(f"an array of {count} elements; at most {_MAX_ELEMENTS} are allowed")
         if kind == _STRING:
             for _ in range(count):
                 self.skip(self.number("Q"))
@@ -191,13 +191,13 @@ class _Cursor:
 
 def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     if cursor.data[:4] != b"GGUF":
-        raise CheckpointError(f"{cursor.path}: it begins with {cursor.data[:4]!r}, so it is no GGUF file")
+        raise CheckpointError(f"{cursor.path}: it begins with {cursor.data[:4]!r}, so it is not a GGUF file")
     cursor.skip(4)
     version = cursor.number("I")
     if version not in (2, 3):
         big_endian = version in (2 << 24, 3 << 24)
         what = "it is big-endian" if big_endian else f"version {version} of GGUF"
-        raise CheckpointError(f"{cursor.path}: {what}; only little-endian files of version 2 or 3 are read")
+        raise CheckpointError(f"{cursor.path}: {what}; only little-endian files of version 2 or 3 are supported")
     tensor_count = cursor.count_of("tensors", _SHORTEST_TENSOR)
     metadata: dict[str, Any] = {}
     for _ in range(cursor.count_of("entries of metadata", _SHORTEST_ENTRY)):
@@ -207,7 +207,7 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
         metadata[key] = cursor.value(cursor.number("I"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise cursor.error(f"general.alignment is {alignment!r}, no power of two from 8 to 2^20")
+        raise cursor.error(f"general.alignment is {alignment!r}, not a power of two from 8 to 2^20")
 
     entries = [_read_entry(cursor) for _ in range(tensor_count)]
     begin = -(-cursor.at // alignment) * alignment
@@ -215,9 +215,9 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
     for name, (kind, block, size), dims, offset in entries:
         nbytes = math.prod(dims) // block * size
         problem = (
-            f"rows of {dims[0]} elements are not whole blocks of {block}"
+            f"rows of {dims[0]} elements are not a multiple of the block size {block}"
             if dims[0] % block
-            else f"its offset {offset} is no multiple of {alignment}"
+            else f"its offset {offset} is not a multiple of {alignment}"
             if offset % alignment
             else f"its {nbytes} bytes at {begin + offset} lie beyond the end of the file, {cursor.size}"
             if begin + offset + nbytes > cursor.size
@@ -256,7 +256,7 @@ def _type(cursor: _Cursor, name: str, number: int) -> tuple[str, int, int]:
     except ImportError:
         known = ", ".join(kind for kind, _, _ in TYPES.values())
         raise CheckpointError(
-            f"{cursor.path}: tensor {name} is of ggml type {number}, none of {known}. `pip install gguf` knows others"
+            f"{cursor.path}: tensor {name} is of ggml type {number}, not one of {known}; others need `pip install gguf`"
         ) from None
     try:
         kind = GGMLQuantizationType(number)

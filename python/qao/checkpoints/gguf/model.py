@@ -16,7 +16,7 @@ from ..base import CheckpointError
 from .file import GgufFile, GgufParts
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by architecture
-_PERMUTED = ("llama",)  # architectures whose rows of q and k llama.cpp reorders
+_PERMUTED = ("llama",)  # architectures with rows of q and k that llama.cpp reorders
 
 _LINEAR = {
     "attn_q": "self_attn.q_proj",
@@ -52,11 +52,11 @@ class Model:
         self._file = file
         arch = file.metadata.get("general.architecture")
         if arch not in CLASSES:
-            raise CheckpointError(f"{file.path}: architecture {arch!r} is not known; these are: {', '.join(CLASSES)}")
+            raise CheckpointError(f"{file.path}: architecture {arch!r} is not supported, only {', '.join(CLASSES)}")
         if isinstance(file, GgufFile) and file.metadata.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
-                f"{file.path}: one part of several, under a name that does not end in -00001-of-0000N.gguf. Give the "
-                "parts their names back, or join them with llama-gguf-split --merge"
+                f"{file.path}: one part of several, under a name that does not end in -00001-of-0000N.gguf. Restore "
+                "the names of the parts, or join them with llama-gguf-split --merge"
             )
         self._arch = str(arch)
         self.modules = {name: self._module_of(name) for name in file.tensors if name != _ROPE_FACTORS}
@@ -89,7 +89,7 @@ class Model:
             if within is not None and block < self._number("block_count"):
                 return f"model.layers.{block}.{within}", kind
         raise CheckpointError(
-            f"{self._file.path}: tensor {name} is not known in a model of architecture {self._arch!r} "
+            f"{self._file.path}: tensor {name} is unknown in a model of architecture {self._arch!r} "
             f"with {self._number('block_count')} blocks (mixtures of experts are not supported)"
         )
 
@@ -111,7 +111,7 @@ class Model:
         for key in ("attention.value_length", "rope.dimension_count"):
             value = self._number(key, head_dim)
             if value != head_dim or head_dim % 2:
-                raise CheckpointError(f"{self._file.path}: {self._arch}.{key} is {value} beside heads of {head_dim}")
+                raise CheckpointError(f"{self._file.path}: {self._arch}.{key} is {value}, but heads have {head_dim}")
         tensors, tokenizer = self._file.tensors, "tokenizer.ggml."
         embedding = tensors.get("token_embd.weight")
         if embedding is None:
@@ -179,7 +179,7 @@ class Model:
             expected = shapes[stem] if is_matrix else shapes[stem][:1]
             if found != expected:
                 raise CheckpointError(
-                    f"{self._file.path}: tensor {name} ({module}) has shape {list(found)}; by the metadata it must be "
+                    f"{self._file.path}: tensor {name} ({module}) has shape {list(found)}; the metadata requires "
                     f"{list(expected)}"
                 )
         blocks = {name.split(".")[1] for name in self.modules if name.startswith("blk.")}

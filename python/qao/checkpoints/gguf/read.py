@@ -89,7 +89,7 @@ class GgufCheckpoint(Checkpoint):
         self.others = tuple(self._others)
         listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.dequantized.items()))
         if self.dequantized:
-            self.notes = (f"dequantized to float32, to be quantized anew: {listed}",)
+            self.notes = (f"dequantized to float32, to be quantized again: {listed}",)
 
     def tensor(self, name: str) -> Tensor:
         info = self._others[name]
@@ -146,7 +146,7 @@ def _halves(blocks: Tensor, at: int, where: str) -> Tensor:
     """float32 [N, blocks]: the float16 at byte ``at`` of every block."""
     values = blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
     if not values.isfinite().all():
-        raise CheckpointError(f"{where} has a block whose scale is NaN or infinite. Download the file again")
+        raise CheckpointError(f"{where} has a block with a scale that is NaN or infinite. Download the file again")
     return values
 
 
@@ -169,8 +169,8 @@ def _q4_1(rows: Tensor, where: str) -> Plain:
     scales = minima.where(constant, scales)
     if zeros.abs().max() > _LARGEST_ZERO:
         raise CheckpointError(
-            f"{where} has a block whose minimum is more than {_LARGEST_ZERO:.0f} of its steps away from 0, which no "
-            "kernel holds. Quantize the float model instead"
+            f"{where} has a block with a minimum more than {_LARGEST_ZERO:.0f} steps away from 0, which no "
+            "kernel supports. Quantize the float model instead"
         )
     return Plain(q.flatten(1), scales, zeros)
 

@@ -164,8 +164,8 @@ class QaoConfig:
         return other
 
     def __repr__(self) -> str:
-        told = [] if self.scheme is None else [repr(self.scheme)]
-        told += [f"modules_to_not_convert={self.modules_to_not_convert}"] if self.modules_to_not_convert else []
-        told += ["embeddings=True"] if self.embeddings else []
-        told += [f"{len(self.layers)} layers"] if self.layers else []
-        return f"QaoConfig({', '.join(told)})"
+        shown = [] if self.scheme is None else [repr(self.scheme)]
+        shown += [f"modules_to_not_convert={self.modules_to_not_convert}"] if self.modules_to_not_convert else []
+        shown += ["embeddings=True"] if self.embeddings else []
+        shown += [f"{len(self.layers)} layers"] if self.layers else []
+        return f"QaoConfig({', '.join(shown)})"

@@ -76,7 +76,7 @@ def from_pretrained(
     except ImportError as error:
         raise ImportError("qao.from_pretrained needs transformers: pip install transformers accelerate") from error
     if device is not None and device_map is not None:
-        raise ValueError("from_pretrained: give device or device_map, not both")
+        raise ValueError("from_pretrained: pass device or device_map, not both")
     where = {"": torch.device(device)} if device is not None else device_map
     quantization = _quantization(scheme, embeddings, options)
     torch_dtype = options.pop("torch_dtype", None)
@@ -86,7 +86,7 @@ def from_pretrained(
             raise ValueError("from_pretrained: without a path, both config and state_dict are needed")
         return _from_floats(request, {}, _needed(quantization, "state_dict"), options)
     if options.get("state_dict") is not None:
-        raise ValueError("from_pretrained: give a path or state_dict, not both")
+        raise ValueError("from_pretrained: pass a path or state_dict, not both")
     local = _local(path, options)
     base = _base_of_adapter(local)
     if base is not None:
@@ -95,7 +95,7 @@ def from_pretrained(
         content = _content(local)
         if not any(content.get(key) for key in ("quantization_config", "compression_config")):
             return _from_floats(request, content, _needed(quantization, local), options)
-        raise ValueError("from_pretrained: use_safetensors=False: quantized weights are read from safetensors alone")
+        raise ValueError("from_pretrained: use_safetensors=False: quantized weights are only read from safetensors")
     return _from_checkpoint(request, local, quantization, dequantize, options)
 
 
@@ -120,7 +120,7 @@ def _quantization(scheme: _Schemes | None, embeddings: bool, options: dict[str, 
             return QaoConfig(None, embeddings=True)
         return None if scheme is None else QaoConfig(scheme, embeddings=embeddings)
     if scheme is not None:
-        raise ValueError("from_pretrained: give scheme or quantization_config, not both")
+        raise ValueError("from_pretrained: pass scheme or quantization_config, not both")
     if isinstance(given, (Scheme, Mapping)) and not (isinstance(given, Mapping) and "quant_method" in given):
         return QaoConfig(given, embeddings=embeddings)
     if isinstance(given, Mapping) and given["quant_method"] == "qao":
@@ -140,7 +140,7 @@ def _quantization(scheme: _Schemes | None, embeddings: bool, options: dict[str, 
 def _needed(quantization: QaoConfig | None, what: object) -> QaoConfig:
     if quantization is None or quantization.scheme is None:
         raise ValueError(
-            f"from_pretrained: {what} is not quantized. Give a scheme to quantize it while it is loaded, for "
+            f"from_pretrained: {what} is not quantized. Pass a scheme to quantize it while it is loaded, for "
             "example scheme=qao.Int4WeightOnly()."
         )
     return quantization
@@ -194,7 +194,7 @@ def _weights(local: Path, options: dict[str, Any]) -> tuple[Path, bool]:
     if variant is not None and found is None:
         from ...checkpoints import CheckpointError
 
-        raise CheckpointError(f"{local}: variant={variant!r}: there is neither {' nor '.join(names)}")
+        raise CheckpointError(f"{local}: variant={variant!r}: no file {' or '.join(names)}")
     return (local, False) if found is None else (found if variant or explicit else local, True)
 
 
@@ -272,7 +272,7 @@ def _from_checkpoint(
 
     opened, standard = _weights(local, options)
     if dequantize and local.suffix != ".gguf":
-        raise ValueError(f"from_pretrained: dequantize=True is for GGUF files, and {local} is none")
+        raise ValueError(f"from_pretrained: dequantize=True is for GGUF files, and {local} is not one")
     plain = dequantize or (quantization is not None and quantization.scheme is not None)
     checkpoint = open_to_quantize(opened) if plain else open_checkpoint(opened)
     quantization = _planned(checkpoint, local, quantization, dequantize)
@@ -300,13 +300,14 @@ def _planned(checkpoint: Any, local: Path, quantization: QaoConfig | None, dequa
         if not dequantize:
             _warn_of_floats(checkpoint, local)
     elif scheme is not None:
-        raise ValueError(f"from_pretrained: {local} is quantized already ({checkpoint.format}); leave scheme out")
+        raise ValueError(f"from_pretrained: {local} is already quantized ({checkpoint.format}); leave out scheme")
     elif checkpoint.format == "gguf" and checkpoint.rounded:
         _warn_of_floats(checkpoint, local)
     if quantization is not None and quantization.embeddings:
         raise ValueError(
-            f"from_pretrained: {local} is quantized already ({checkpoint.format}); embeddings are loaded as they are "
-            'there. Quantize a tied one next: qao.quantize_(model, {"lm_head": qao.Int8WeightOnly()}, embeddings=True)'
+            f"from_pretrained: {local} is already quantized ({checkpoint.format}); embeddings are loaded as "
+            "stored. To quantize a tied one afterwards: "
+            'qao.quantize_(model, {"lm_head": qao.Int8WeightOnly()}, embeddings=True)'
         )
     return None
 
@@ -316,8 +317,8 @@ def _warn_of_floats(checkpoint: Any, local: Path) -> None:
     if checkpoint.float_linears:
         listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(checkpoint.float_linears.items()))
         parts.append(
-            f"{sum(checkpoint.float_linears.values())} linear layers are in float, since no format of qao holds their "
-            f"numbers exactly ({listed}); scheme=, for example scheme=qao.Int8WeightOnly(), quantizes them"
+            f"{sum(checkpoint.float_linears.values())} linear layers are in float, because no format of qao holds "
+            f"their values exactly ({listed}); scheme=, for example scheme=qao.Int8WeightOnly(), quantizes them"
         )
     if checkpoint.rounded:
         parts.append(
@@ -386,18 +387,16 @@ def _check_tied(config: Any, checkpoint: Any) -> None:
     """Raise ValueError if the head is tied to an embedding but the file stores both in different formats."""
     if checkpoint.config.get("tie_word_embeddings") is not False or "lm_head" not in checkpoint.layers:
         return
-    raise ValueError(
-        "from_pretrained: tie_word_embeddings=True: the checkpoint has a quantized lm_head apart from the embedding"
-    )
+    raise ValueError("from_pretrained: tie_word_embeddings=True: the checkpoint has a separate quantized lm_head")
 
 
 def _without_files(options: dict[str, Any], device_map: Any, local: Path) -> dict[str, Any]:
     """Options without those that select the files transformers reads."""
     if options.pop("disable_mmap", None):
-        raise Unfit(f"from_pretrained: disable_mmap=True: {local} is read by qao, which maps files into memory")
+        raise Unfit(f"from_pretrained: disable_mmap=True: qao reads {local} and always maps files into memory")
     if isinstance(device_map, Mapping) and "disk" in device_map.values():
         raise Unfit(
-            f'from_pretrained: device_map: transformers cannot leave layers of {local} on "disk". Save the model in '
+            f'from_pretrained: device_map: transformers cannot offload layers of {local} to "disk". Save the model in '
             "qao's layout first (model.save_pretrained), and load that with AutoModelForCausalLM.from_pretrained"
         )
     for name in (*_HUB, "subfolder", "variant", "gguf_file", "use_safetensors", "weights_only"):
@@ -497,7 +496,7 @@ def _config(
     else:
         from ...checkpoints import CheckpointError
 
-        raise CheckpointError(f"{source}: there is no config.json that tells what model it is; qao.load(path, module)")
+        raise CheckpointError(f"{source}: no config.json describes the model; use qao.load(path, module)")
     for part in (config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))):
         quantization = getattr(part, "quantization_config", None)
         if isinstance(quantization, dict) and quantization.get("quant_method") == "qao" and quantization.get("dtype"):
@@ -539,7 +538,7 @@ def _model_class(config: Any, auto_class: Any) -> Any:
             if one is not None and one.__name__ == named:
                 return one
     raise ValueError(
-        f"from_pretrained: config.json names the class {named!r}, which transformers does not have. Give "
+        f"from_pretrained: config.json names the class {named!r}, which transformers does not have. Pass "
         "auto_class, for example transformers.AutoModelForCausalLM."
     )
 

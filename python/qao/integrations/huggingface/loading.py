@@ -73,10 +73,11 @@ class Loader:
         if not self.pre_quantized and self.config.scheme is None:
             raise ValueError(
                 "QaoConfig: this checkpoint is not quantized by qao, so say how to quantize it: "
-                "QaoConfig(qao.Int4WeightOnly()). Those that others quantized load with qao.from_pretrained(path)."
+                "QaoConfig(qao.Int4WeightOnly()). Load checkpoints that other libraries quantized with "
+                "qao.from_pretrained(path)."
             )
         if self.pre_quantized and not self.config.layers:
-            raise ValueError("quantization_config: it says quant_method qao, and names no quantized layers")
+            raise ValueError("quantization_config: it says quant_method qao, but names no quantized layers")
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 "QaoConfig: layers that are offloaded to disk cannot be quantized while they are loaded. Quantize and "
@@ -173,7 +174,7 @@ class Loader:
             lines = [f"\n  {name}: {there} in the checkpoint, {here} in the model" for name, (there, here) in wrong[:8]]
             more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise ValueError(
-                f"{type(model).__name__}: quantized layers of the checkpoint do not fit the model that its "
+                f"{type(model).__name__}: quantized layers of the checkpoint do not match the model that its "
                 f"configuration, or an argument, describes:{''.join(lines)}{more}\nUse the configuration that was "
                 "saved with these weights."
             )
@@ -375,8 +376,8 @@ def _check_all_arrived(model: nn.Module, absent: Collection[str]) -> None:
             missing = [key for key in module.packed.tensors() if f"{name}.{key}" in new]
             if missing:
                 raise ValueError(
-                    f"{name}: quantization_config names a quantized layer here, and the checkpoint has no "
-                    f"{', '.join(missing)} of it in the shape of the model: is the file whole, and of this model?"
+                    f"{name}: quantization_config names a quantized layer here, but the checkpoint has no "
+                    f"{', '.join(missing)} of it with the model's shape: is the file complete, and for this model?"
                 )
 
 
@@ -443,7 +444,7 @@ def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Schem
             found[known] = scheme
         elif not prefix or name.startswith(f"{prefix}."):  # otherwise a layer of a head that this model lacks
             why = (
-                "it holds its experts in one tensor, and quantized experts one by one are not supported"
+                "it holds its experts in one tensor, and experts quantized one by one are not supported"
                 if ".experts." in name
                 else "another model?"
             )

@@ -132,7 +132,7 @@ def register() -> None:
         check(self)
         if isinstance(self.original_module, PackedModule):
             raise TypeError(
-                "modules_to_save names a quantized layer, which cannot be trained. Leave it in floats, with "
+                "modules_to_save names a quantized layer, which cannot be trained. Leave it in float, with "
                 "quantize_(model, {name: None, 're:.*': scheme}), or let LoRA target it."
             )
 

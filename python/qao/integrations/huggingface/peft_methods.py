@@ -111,9 +111,7 @@ def _check_parameters(config: Any, model: nn.Module) -> None:
         owners = {"weight": module} if isinstance(module, PackedModule) else owners
         for key, owner in owners.items():
             if f"{name}.{key}".endswith(tuple(f".{one}" for one in wanted)) or f"{name}.{key}" in wanted:
-                raise TypeError(
-                    _refusal(config, f"{name}.{key}", owner, "target_parameters takes Parameters in floats")
-                )
+                raise TypeError(_refusal(config, f"{name}.{key}", owner, "target_parameters needs float Parameters"))
 
 
 def _whole(theirs: Any) -> Any:
@@ -145,7 +143,7 @@ def _named(theirs: Any) -> Any:
                 raise  # an error in the config, independent of the layer
             raise TypeError(_refusal(config, key, base, str(error))) from error
         if getattr(parent, name) is base:
-            raise TypeError(_refusal(config, key, base, "the method passes over it"))
+            raise TypeError(_refusal(config, key, base, "the method ignores it"))
         return result
 
     return create
@@ -155,7 +153,7 @@ def _refusal(config: Any, name: str, base: PackedModule, reason: str) -> str:
     method = str(getattr(config.peft_type, "value", config.peft_type))
     return (
         f"{method} cannot adapt {name}, a quantized {type(base).__name__} ({base.extra_repr()}): {reason.rstrip('.')}. "
-        "Use LoRA of target_modules there, or leave the layer in floats: "
+        "Use LoRA with target_modules there, or leave the layer in float: "
         "quantize_(model, {name: None, 're:.*': scheme}). The model is unchanged."
     )
 
@@ -177,9 +175,9 @@ def warn_of_rounding(base: PackedModule, packed: PackedWeight, wanted: Tensor, c
     """Warn of the rounding error of merging into a quantized layer; ``change``: norm of the adapter's delta."""
     lost = (base.dequantize(torch.float32) - wanted).norm() / change
     warnings.warn(  # one significant digit, so that many layers give few distinct warnings
-        f"Merging quantizes the weights again. Their relative error is about {packed.relative_error:.1g}, and "
-        f"{lost:.1g} times as large as what the adapter adds. To be exact, keep the adapter unmerged, or call "
-        "qao.dequantize_(model) first and merge in floats.",
+        f"Merging quantizes the weights again. Their relative error is about {packed.relative_error:.1g}, "
+        f"{lost:.1g} times the adapter's own change. To be exact, keep the adapter unmerged, or call "
+        "qao.dequantize_(model) first and merge in float.",
         stacklevel=3,
     )
 

@@ -133,8 +133,8 @@ def _guard_resizing(base: Any) -> None:
             if isinstance(end, PackedModule) and end._sizes[0] != size:
                 raise ValueError(
                     f"resize_token_embeddings({size}): the {name} of {type(self).__name__} is quantized, {end}, and "
-                    "cannot be resized. Resize the float model and quantize it then, or quantize it with "
-                    "{'lm_head': None, 're:.*': scheme}, which leaves both ends in floats. The model is unchanged."
+                    "cannot be resized. Resize the float model and then quantize it, or quantize it with "
+                    "{'lm_head': None, 're:.*': scheme}, which leaves both ends in float. The model is unchanged."
                 )
         return theirs(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 

@@ -121,7 +121,7 @@ def _take(
         loaded = load(path, *model_args, auto_class=cls, **kept)
     except (CheckpointError, Unfit) as error:
         warnings.warn(
-            f"{path}: not loaded onto qao's layers, but by the library that config.json names: {error}", stacklevel=3
+            f"{path}: loaded by the library that config.json names, not onto qao's layers: {error}", stacklevel=3
         )
         return theirs()
     model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -138,7 +138,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if isinstance(device_map, Mapping) and "disk" in device_map.values():
         raise Unfit("device_map leaves layers on the disk")
     if options.get("use_safetensors") is False:
-        raise Unfit("use_safetensors=False, and qao reads safetensors alone")
+        raise Unfit("use_safetensors=False, but qao only reads safetensors")
 
 
 def _check_again(path: Any, layers: Mapping[str, Scheme], given: QaoConfig) -> None:
@@ -150,6 +150,6 @@ def _check_again(path: Any, layers: Mapping[str, Scheme], given: QaoConfig) -> N
         return
     name, has, wanted = other
     raise ValueError(
-        f"{path}: this checkpoint is quantized already: {name} is {has}, and quantization_config asks for {wanted}. "
-        "Leave quantization_config out, or load the float checkpoint to quantize it anew."
+        f"{path}: this checkpoint is already quantized: {name} is {has}, but quantization_config asks for {wanted}. "
+        "Leave quantization_config out, or load and quantize the float checkpoint."
     )

@@ -84,8 +84,8 @@ def _style(name: str, style: str) -> Any:
     }
     if style not in known:
         raise ValueError(
-            f"tp_plan: {name} is quantized, and {style!r} is no way to shard a quantized layer; there are "
-            f"{', '.join(known)}. Leave it in floats (modules_to_not_convert), or give another plan."
+            f"tp_plan: {name} is quantized, and {style!r} cannot shard a quantized layer; use "
+            f"{', '.join(known)}. Or leave it in float (modules_to_not_convert), or pass another plan."
         )
     made = known[style]()
     made.src_data_rank = None  # every rank reads the file
@@ -96,6 +96,6 @@ def _check(config: Any) -> None:
     sizes = {name: getattr(config, name, 1) for name in ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size")}
     if others := [f"{name}={size}" for name, size in sizes.items() if size and size > 1]:
         raise ValueError(
-            f"tp_plan: quantized models are sharded by tensor parallelism alone, not with {', '.join(others)}. For "
+            f"tp_plan: quantized models are only sharded by tensor parallelism, not with {', '.join(others)}. For "
             "FSDP load the model without a distributed_config and call fully_shard (docs/distributed.md)."
         )

@@ -42,8 +42,8 @@ def check_version(engine: str, versions: tuple[str, ...]) -> None:
     found = getattr(sys.modules[engine], "__version__", "of unknown version")
     if ".".join(found.split(".")[:2]) not in versions:
         raise UnknownVersionError(
-            f"qao {__version__} knows {engine} {', '.join(versions)} and not {engine} {found}, which runs as if qao "
-            f"were not there: its own kernels, and no checkpoints in qao's own format. Install {engine} "
+            f"qao {__version__} knows {engine} {', '.join(versions)} and not {engine} {found}, which runs "
+            f"without qao: with its own kernels, and no checkpoints in qao's own format. Install {engine} "
             f"{versions[-1]}, or a qao that knows {engine} {found}"
         )
 
@@ -65,8 +65,8 @@ def say_failed(engine: str, what: str, error: Exception) -> None:
         message = str(error)
     else:
         message = (
-            f"qao {__version__} could not be put before the kernels of {engine} for {what}, which run on {engine}'s "
-            f"own: {type(error).__name__}: {error}. Reinstall qao, or turn it off: {switch(engine)}=1"
+            f"qao {__version__} could not register with {engine} for {what}, which use {engine}'s own kernels: "
+            f"{type(error).__name__}: {error}. Reinstall qao, or turn it off: {switch(engine)}=1"
         )
     if (engine, message) not in _said:
         _said.add((engine, message))
@@ -87,14 +87,14 @@ def is_off(engine: str) -> bool:
 def gpu_obstacle(compute_capability: int | None) -> str | None:
     """Why no qao kernel runs on a GPU of this compute capability (90; None: unknown); None if kernels exist."""
     if _host is not None and _host.build_info()["cuda"] is None:
-        return "this qao was built without CUDA kernels: install one that was built with nvcc"
+        return "this build of qao has no CUDA kernels: install one that was built with nvcc"
     if compute_capability is not None and compute_capability < MIN_CAPABILITY:
         return f"qao needs compute capability {MIN_CAPABILITY}, this is {compute_capability}"
     return None
 
 
-STATIC_INT8 = "static scales of int8 activations; qao finds one in each token"
-GROUPS = "groups of 32, 64, 128, 256, multiples of these, or a row"
+STATIC_INT8 = "static scales of int8 activations; qao computes one scale per token"
+GROUPS = "groups of 32, 64, 128, 256, their multiples, or a row"
 
 
 def rows(words: Tensor, bits: int, *, packed_dim: int, output_dim: int) -> Tensor:
@@ -107,7 +107,7 @@ def rows(words: Tensor, bits: int, *, packed_dim: int, output_dim: int) -> Tenso
 def groups_obstacle(group_size: int, k: int, full_k: int) -> str | None:
     """Why qao cannot compute k of ``full_k`` columns in groups of ``group_size`` (-1: the row); None if it can."""
     if group_size_of(group_size, k) is None or group_size == 0:
-        return f"groups of {group_size} columns; qao has {GROUPS}"
+        return f"groups of {group_size} columns; qao supports {GROUPS}"
     if 0 < group_size < full_k and k % group_size and k != full_k:
         return f"a shard of {k} columns, which groups of {group_size} do not divide"
     return None
@@ -117,10 +117,10 @@ def integers_obstacle(bits: int, group_size: int, k: int, full_k: int, zero_poin
     """``groups_obstacle`` for k of ``full_k`` columns of weight-only integers of ``bits``."""
     if bits == 8:
         if group_size not in (-1, full_k):
-            return f"eight bits in groups of {group_size} columns; qao has one scale a row there"
-        return "eight bits with zero points; qao has none in this layout" if zero_points else None
+            return f"eight bits in groups of {group_size} columns; qao supports one scale per row there"
+        return "eight bits with zero points; qao supports none in this layout" if zero_points else None
     if bits != 4:
-        return f"weights of {bits} bits; qao has four, and eight without zero points"
+        return f"weights of {bits} bits; qao supports four, and eight without zero points"
     return groups_obstacle(group_size, k, full_k)
 
 
@@ -148,7 +148,7 @@ def grouped(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, giv
         if tensor is not None and tensor.shape != expected:
             raise ValueError(
                 f"qao: {name} {list(tensor.shape)} of a weight [{n}, {k}] in groups of {given} columns must be "
-                f"{list(expected)}. Choose a tensor parallel size whose shards end where groups end."
+                f"{list(expected)}. Choose a tensor parallel size that divides K into whole groups."
             )
     scales = regroup(scales, given, k).contiguous()
     return scheme.pack(q, scales, None if zeros is None else regroup(zeros, given, k).contiguous())
@@ -162,5 +162,5 @@ def row_scales(scales: Tensor, widths: list[int]) -> Tensor:
     if scales.numel() == 1:
         return scales.expand(sum(widths)).contiguous()
     if scales.numel() != len(widths):
-        raise ValueError(f"qao: {scales.numel()} scales for matrices of {widths} rows: one each, or one a row")
+        raise ValueError(f"qao: {scales.numel()} scales for matrices of {widths} rows, not one per matrix or row")
     return scales.repeat_interleave(torch.tensor(widths, device=scales.device))

@@ -37,8 +37,8 @@ class Served:
         assert isinstance(config, QaoConfig)
         if config.scheme is not None and not config.layers:
             raise ValueError(
-                f"qao: this config.json asks to quantize a model of floats while it is loaded. {engine} serves models "
-                "that are quantized: qao quantize MODEL FOLDER --scheme int4 writes one"
+                f"qao: this config.json asks to quantize a float model while it is loaded. {engine} serves models "
+                "that are already quantized: qao quantize MODEL FOLDER --scheme int4 writes one"
             )
         return cls(config.layers, engine)
 
@@ -61,8 +61,8 @@ class Served:
         self._asked.update(names)
         found = [self.layers.get(one) for one in names]
         if any(_alike(one) != _alike(found[0]) for one in found):
-            told = ", ".join(f"{one}: {self.layers.get(one) or 'not quantized'}" for one in names)
-            raise ValueError(f"qao: {name} joins layers that are not quantized alike: {told}. Give them one scheme.")
+            listed = ", ".join(f"{one}: {self.layers.get(one) or 'not quantized'}" for one in names)
+            raise ValueError(f"qao: {name} joins layers that are not quantized alike: {listed}. Give them one scheme.")
         return found[0]
 
     def experts_of(self, name: str) -> tuple[Scheme, Scheme] | None:
@@ -77,7 +77,7 @@ class Served:
         if listed := [one for one in self._inside(name) if one not in (f"{name}.up", f"{name}.down")]:
             raise NotImplementedError(
                 f"qao: {name}: experts quantized by qao ({len(listed)} layers, such as {listed[0]}) have no kernel in "
-                f"{self.engine}. Leave them in floats, or save the model as compressed-tensors."
+                f"{self.engine}. Leave them in float, or save the model as compressed-tensors."
             )
         block = re.match(r".*?\blayers\.\d+\.", name)
         prefix = name if block is None else block[0]
@@ -87,7 +87,7 @@ class Served:
         if name not in found and len(found) > 1:
             raise NotImplementedError(
                 f"qao: {self.engine} calls the experts of a layer {name}, and the checkpoint has {' and '.join(found)} "
-                "quantized there. Leave them in floats, or save the model as compressed-tensors."
+                "quantized there. Leave them in float, or save the model as compressed-tensors."
             )
         of = name if name in found else found[0] if found else None
         self._asked |= {f"{of}.up", f"{of}.down"}
@@ -118,7 +118,7 @@ class Served:
         if found := [one for one in left if _block(one) in made or (whole and not _block(one))]:
             warnings.warn(
                 f"qao: {self.engine} has made no quantized layer for {len(found)} quantized ones, such as {found[0]}: "
-                "it has them in floats or not at all, and fails to load or passes over them. Leave them in floats.",
+                "it has them in float or not at all, and fails to load or ignores them. Leave them in float.",
                 stacklevel=2,
             )
 

@@ -33,8 +33,8 @@ def check_marker(loaded: Tensor, scheme: Scheme, k: int, name: str) -> marker.Ma
             one["activation_scale"] = 1.0
     if said != wanted or found.in_features != k:
         raise ValueError(
-            f"qao: {name}: the config says {scheme} of {k} columns, the checkpoint holds "
-            f"{found.scheme} of {found.in_features}. Save the model anew."
+            f"qao: {name}: the config says {scheme} of {k} columns, but the checkpoint holds "
+            f"{found.scheme} of {found.in_features}. Save the model again."
         )
     return found
 
@@ -88,8 +88,8 @@ class ServedLinear:
         """Check a head with ``rows`` rows, which engines pad; 0 for other layers."""
         if self._granularity() == "block" and rows or self._group_size() is not None and rows % _TILE_ROWS:
             raise ValueError(
-                f"qao: {self.name}: a head of {rows} rows is padded here, which {self.scheme} shares scales or tiles "
-                "among. Leave it in floats or quantize it to int8."
+                f"qao: {self.name}: a head of {rows} rows is padded here, and {self.scheme} has scales or tiles of "
+                "several rows. Leave it in float or quantize it to int8."
             )
 
     def _check_cuts(self, parts: list[int], k: int, *, cut_rows: bool, cut_columns: bool) -> None:
@@ -101,9 +101,9 @@ class ServedLinear:
             rows = columns = SCALE_BLOCK
         columns = max(columns, self.scheme.rotation)
         if cut_rows and any(part % rows for part in parts):
-            wrong = f"matrices of {parts} rows, which {self.scheme} can be cut into and joined from between {rows} rows"
+            wrong = f"matrices of {parts} rows, but {self.scheme} can only be divided at multiples of {rows} rows"
         elif cut_columns and k % columns:
-            wrong = f"{k} columns, which {self.scheme} can be cut into between {columns} columns"
+            wrong = f"{k} columns, but {self.scheme} can only be divided at multiples of {columns} columns"
         else:
             return
         raise ValueError(f"qao: {self.name}: one process gets {wrong}. Choose another tensor parallel size.")
@@ -142,8 +142,8 @@ class ServedLinear:
         """Raise ValueError if other layers were loaded and this one was not. A tied head may get its weight later."""
         if self.served.loads and self.come < len(self.parts) and not hasattr(layer, "org_vocab_size"):
             raise ValueError(
-                f"qao: {self.name}: {self.served.engine} has loaded {self.come} of {len(self.parts)} weights into it: "
-                "the checkpoint has no others of this name. Save the model anew."
+                f"qao: {self.name}: {self.served.engine} has loaded {self.come} of {len(self.parts)} weights into it; "
+                "the checkpoint has no others with this name. Save the model again."
             )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

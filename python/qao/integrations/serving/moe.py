@@ -65,5 +65,5 @@ def integers_obstacle(bits: int, given: int, hidden: int, width: int, full_width
 def blocks_obstacle(width: int) -> str | None:
     """``integers_obstacle`` for e4m3 weights with per-block scales."""
     if width % SCALE_BLOCK:
-        return f"gate and up of {width} rows, which share a block of {SCALE_BLOCK} where they are joined"
+        return f"gate and up of {width} rows, which share a block of {SCALE_BLOCK} rows where they are joined"
     return None

@@ -152,8 +152,8 @@ class Arriving(nn.Module):
             said = check_marker(loaded, self.scheme, self.portion.k, self.name)
             if said.out_features != self.portion.n or said.experts is None or said.experts <= max(self.portion.slots):
                 raise ValueError(
-                    f"qao: {self.name}: the checkpoint holds {said.experts} experts of {said.out_features} rows, the "
-                    f"model has them of {self.portion.n} rows: another model?"
+                    f"qao: {self.name}: the checkpoint holds {said.experts} experts of {said.out_features} rows, but "
+                    f"the model's have {self.portion.n} rows: another model?"
                 )
         elif one != marker.TRIPWIRE:
             self.found[one] = loaded

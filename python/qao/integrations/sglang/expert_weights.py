@@ -136,7 +136,7 @@ def of_moe_wna16(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | st
     config = own.quant_config
     if config.linear_quant_method == "gptq":
         if config.has_zp:
-            return "zero points of GPTQ, which SGLang raises by one with a carry to the next"
+            return "zero points of GPTQ, to which SGLang adds one with a carry into the next"
         if config.full_config.get("desc_act"):
             return "columns reordered into groups (desc_act)"
     group_size = config.group_size

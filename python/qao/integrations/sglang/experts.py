@@ -73,15 +73,15 @@ def obstacle(layer: Any) -> str | None:
     """Why experts of any format are left to SGLang; None if qao may compute them."""
     config, runner, exchange = layer.moe_runner_config, get_moe_runner_backend(), get_moe_a2a_backend()
     if type(layer) is not FusedMoE:
-        return f"a layer of its own kind ({type(layer).__name__})"
+        return f"an unknown kind of layer ({type(layer).__name__})"
     if not runner.is_auto():
-        return f"another backend is asked for: {runner.value}"
+        return f"another backend was requested: {runner.value}"
     if not exchange.is_none():
         return f"tokens that {exchange.value} exchanges"
     if get_lora().enable_lora or get_lora().lora_paths:
         return "LoRA"
     if get_exec().moe.enable_paged_experts or get_exec().moe.kt_weight_path is not None:
-        return "experts of which some lie in the memory of the CPU"
+        return "experts that are partly in CPU memory"
     limits = config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit
     if config.activation != "silu" or not config.is_gated or any(one is not None for one in limits):
         return "a gate other than SiLU · up, or one with limits or factors"
@@ -102,8 +102,8 @@ class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
         raise RuntimeError(
-            f"qao: {self.name} takes no other weights while SGLang runs, since it holds packed ones. Start SGLang "
-            f"anew, or, where they are not of qao's own format, with {LEFT_OUT}=all."
+            f"qao: {self.name} cannot load other weights while SGLang runs, because it holds packed ones. Restart "
+            f"SGLang, or, if they are not in qao's own format, start it with {LEFT_OUT}=all."
         )
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:

@@ -225,7 +225,7 @@ def of_w8a8_int8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
 def online(config: Any) -> str | None:
     if config.is_checkpoint_fp8_serialized:
         return None
-    return "a checkpoint in floats, which SGLang quantizes to fp8 while it loads"
+    return "a float checkpoint, which SGLang quantizes to fp8 while it loads"
 
 
 def _integers(kind: type[Integers], bits: int, group_size: int, symmetric: bool, share: Share) -> Kernel | str:
@@ -236,7 +236,7 @@ def _integers(kind: type[Integers], bits: int, group_size: int, symmetric: bool,
 def _fp8(scales: str, blocks: list[int] | None, static: bool, share: Share, weight_only: bool = False) -> Kernel | str:
     backend = get_fp8_gemm_runner_backend()
     if not backend.is_auto() or get_bool_env_var("SGLANG_FORCE_FP8_MARLIN"):
-        return f"another backend is asked for: {'marlin' if backend.is_auto() else backend.value}"
+        return f"another backend was requested: {'marlin' if backend.is_auto() else backend.value}"
     if reason := blocks_obstacle(blocks):
         return reason
     dynamic = -1 if blocks is None else SCALE_BLOCK
@@ -247,4 +247,4 @@ def blocks_obstacle(blocks: list[int] | None) -> str | None:
     """Why qao does not support these scale blocks; None if it does, or there are no blocks."""
     if blocks is None or list(blocks) == [SCALE_BLOCK, SCALE_BLOCK]:
         return None
-    return f"blocks of {blocks[0]} x {blocks[1]}; qao has {SCALE_BLOCK} x {SCALE_BLOCK}"
+    return f"blocks of {blocks[0]} x {blocks[1]}; qao supports {SCALE_BLOCK} x {SCALE_BLOCK}"

@@ -51,7 +51,7 @@ def _synchronize(found: dict[str, Tensor], wanted: dict[str, Tensor], first: boo
     if found.keys() != wanted.keys():
         name = min(found.keys() ^ wanted.keys())
         raise ValueError(
-            f"AveragedModel: {name} is quantized in one of the two models only. Quantize before AveragedModel."
+            f"AveragedModel: {name} is quantized in only one of the two models. Quantize before AveragedModel."
         )
     for name, theirs in wanted.items():
         own = found[name]
@@ -60,7 +60,7 @@ def _synchronize(found: dict[str, Tensor], wanted: dict[str, Tensor], first: boo
             continue
         if not first:
             raise ValueError(
-                f"AveragedModel: {name} has changed since the average began, and packed weights have no average. "
+                f"AveragedModel: {name} has changed since averaging began, and packed weights cannot be averaged. "
                 "Average the float model and quantize the result."
             )
         with writing(local):

@@ -149,8 +149,8 @@ def _make_room(model: nn.Module, state: Mapping[str, Any], names: list[str], ass
         return []
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules.values()):
         raise ValueError(
-            f"the state dict holds quantized layers ({', '.join(list(schemes)[:3])}), and DistributedDataParallel has "
-            "taken the float parameters of this model already. Load before the model is wrapped."
+            f"the state dict holds quantized layers ({', '.join(list(schemes)[:3])}), but DistributedDataParallel "
+            "already holds the float parameters of this model. Load before the model is wrapped."
         )
     sizes = {name: (one.out_features, one.in_features) for name, one in found.items()}
     # As in torch: with assign, dtypes come from the state dict, otherwise from the model.
@@ -159,13 +159,13 @@ def _make_room(model: nn.Module, state: Mapping[str, Any], names: list[str], ass
 
 
 def _of_one_layer(module: nn.Module, scheme: Scheme, found: marker.Marker, state: Mapping[str, Any]) -> str:
-    what = f"the state dict is of one quantized layer ({scheme}, [{found.out_features}, {found.in_features}])"
+    what = f"the state dict holds a single quantized layer ({scheme}, [{found.out_features}, {found.in_features}])"
     if not is_linear(module):
         kind = "become one in place" if is_embedding(module) else "take its place"
-        return f"{what}, and a {type(module).__name__} cannot {kind}. Load into the model that the layer is a part of."
+        return f"{what}, and a {type(module).__name__} cannot {kind}. Load into the model that contains the layer."
     bias = "bias" in state
     return (
-        f"{what}, and a {type(module).__name__} cannot become one in place. Put it where that is: "
+        f"{what}, and a {type(module).__name__} cannot become one in place. Replace it: "
         f"layer = qao.QuantLinear.empty({found.in_features}, {found.out_features}, {bias}, scheme=qao.{scheme!r}, "
         f"dtype={found.dtype}), then layer.load_state_dict(state_dict)."
     )
@@ -187,7 +187,7 @@ def completed(fresh: Mapping[str, PackedModule], state: Mapping[str, Any]) -> Ma
             source = next(sources, None)
             if source is None:
                 raise ValueError(
-                    f"{_key(name, marker.MARKER)}: the state dict has this entry of a quantized layer, and no "
+                    f"{_key(name, marker.MARKER)}: the state dict has this entry of a quantized layer, but no "
                     f"{_key(name, part)}. Save all entries of the layer."
                 )
             added[_key(name, part)] = state[source]
@@ -216,7 +216,7 @@ def _hint(model: nn.Module, modules: Mapping[str, nn.Module], lost: list[str]) -
         return ""
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     text = (
-        f"The state dict holds quantized layers {', '.join(map(repr, lost[:3]))}{more}, and this "
+        f"The state dict holds quantized layers {', '.join(map(repr, lost[:3]))}{more}, but this "
         f"{type(model).__name__} has no modules of these names."
     )
     own = [name for name, module in modules.items() if name and not module._modules]
@@ -270,7 +270,7 @@ def _refuse_codes(model: nn.Module, state: Mapping[str, Any]) -> None:
             kind = str(codes.dtype).removeprefix("torch.")
             raise _error(
                 model,
-                f"{layer}.weight: the state dict holds {kind} codes, to be multiplied with {name}, and this "
+                f"{layer}.weight: the state dict holds {kind} codes with scales in {name}, but this "
                 f"{type(module).__name__} has a {str(weight.dtype).removeprefix('torch.')} weight. Load the directory "
                 "of the checkpoint: qao.from_pretrained(path).",
             )

@@ -52,7 +52,7 @@ def failed_parts() -> set[str]:
 def _register(part: str) -> None:
     common.check_version("vllm", VERSIONS)
     if _KEY in _failed and part != _KEY:
-        raise RuntimeError("vLLM's compile cache cannot tell graphs with qao from graphs without it")
+        raise RuntimeError("vLLM's compile cache cannot distinguish graphs with qao from graphs without it")
     module, _, function = part.partition(".")
     register_part(f"{__name__}.{module}", function)
     _failed.discard(part)

@@ -44,9 +44,9 @@ def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
     if layout is None:
         return "experts in a layout other than those of compressed-tensors, GPTQ and AWQ"
     if layout.bits != 4 or layout.strategy != "group":
-        return f"{layout.bits} bits by {layout.strategy}; qao has four bits in groups here"
+        return f"{layout.bits} bits by {layout.strategy}; qao supports four bits in groups here"
     if layout.own_order:
-        return "columns in an order of their own"
+        return "reordered columns (act-order)"
     if reason := general_obstacle(QaoExperts, config, weight_key, None):
         return reason
     sizes = config.hidden_dim, config.intermediate_size_per_partition, config.intermediate_size

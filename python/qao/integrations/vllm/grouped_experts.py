@@ -104,7 +104,7 @@ class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 def general_obstacle(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:
     """Why experts of any format are left to vLLM; None if ``experts`` may compute them."""
     if config.moe_backend != "auto" or experts.__name__ in envs.VLLM_DISABLED_KERNELS:
-        return f"another backend is asked for (moe_backend {config.moe_backend!r}), or this one left out"
+        return f"another backend was requested (moe_backend {config.moe_backend!r}), or this one is disabled"
     if experts.gate_of(config) is None:
         numbers = f"limit {config.swiglu_limit}, alpha {config.swiglu_alpha}, beta {config.swiglu_beta}"
         return f"the gate {config.activation.value} with {numbers}"

@@ -94,9 +94,9 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
 def _mixed_obstacle(c: Any) -> str | None:
     kind, k = c.weight_type, c.partition_weight_shape[0]
     if kind not in (scalar_types.uint4, scalar_types.uint4b8, scalar_types.int4, scalar_types.uint8b128):
-        return f"weights of type {kind}; qao has four bits, and eight without zero points"
+        return f"weights of type {kind}; qao supports four bits, and eight without zero points"
     if kind == scalar_types.uint8b128 and c.act_type not in _FLOATS:
-        return "eight bits with activations of eight bits; qao has none in this layout"
+        return "eight bits with activations of eight bits; qao does not support them in this layout"
     if kind != scalar_types.uint8b128 and c.zero_points != (kind == scalar_types.uint4):
         return f"weights of type {kind} {'with' if c.zero_points else 'without'} zero points"
     if c.act_type not in (*_FLOATS, torch.int8, torch.float8_e4m3fn):
@@ -174,12 +174,12 @@ class QaoFp8Kernel(_Fp8):
         shape = weight.scale.group_shape
         by_row = shape.is_per_channel() or shape.is_per_token()
         if weight.dtype != torch.float8_e4m3fn or not (by_row or shape.is_per_tensor()):
-            return False, f"a weight of {weight}; qao has e4m3 with a scale per row or for all of it"
+            return False, f"a weight of {weight}; qao supports e4m3 with a scale per row or one for all rows"
         shape = x.scale.group_shape
         if x.dtype != torch.float8_e4m3fn or not (shape.is_per_tensor() or shape.is_per_token()):
-            return False, f"activations of {x}; qao has e4m3 with a scale per token or for all of them"
+            return False, f"activations of {x}; qao supports e4m3 with a scale per token or one for all tokens"
         if x.scale.static and not shape.is_per_tensor():
-            return False, f"activations of {x}; qao has static scales for all of x alone"
+            return False, f"activations of {x}; qao supports one static scale for all of x"
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -205,9 +205,9 @@ class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[
         weight, x = config.weight_quant_key, config.activation_quant_key
         shape, x_shape = weight.scale.group_shape, x.scale.group_shape
         if weight.dtype != torch.float8_e4m3fn or (shape.row, shape.col) != (128, 128):
-            return False, f"a weight of {weight}; qao has e4m3 in blocks of 128 x 128"
+            return False, f"a weight of {weight}; qao supports e4m3 in blocks of 128 x 128"
         if x.dtype != torch.float8_e4m3fn or (x_shape.row, x_shape.col) != (1, 128) or x.scale.static:
-            return False, f"activations of {x}; qao has dynamic e4m3 in groups of 128 columns beside such weights"
+            return False, f"activations of {x}; with such weights qao supports dynamic e4m3 in groups of 128 columns"
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -237,7 +237,7 @@ class QaoFp8WeightOnlyKernel(_Fp8):
         shape = weight.scale.group_shape
         known = shape.is_per_tensor() or shape.is_per_channel() or (shape.row, shape.col) == (128, 128)
         if weight.dtype != torch.float8_e4m3fn or not (known or shape.is_per_token()):
-            return False, f"a weight of {weight}; qao has e4m3 with a scale per row, block of 128 x 128, or for all"
+            return False, f"a weight of {weight}; qao supports e4m3 by row, by block of 128 x 128, or with one scale"
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

@@ -73,7 +73,7 @@ class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
         if config.hidden_dim != config.hidden_dim_unpadded:
             raise NotImplementedError(
-                f"qao: {self.name}: packed experts are not padded, and {parallel.all2all_backend} wants "
+                f"qao: {self.name}: packed experts are not padded, but {parallel.all2all_backend} needs "
                 f"{config.hidden_dim} columns for {config.hidden_dim_unpadded}. Choose another --all2all-backend."
             )
         interleaved = config.activation == MoEActivation.SWIGLUOAI
@@ -119,9 +119,9 @@ class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 def _obstacle(layer: Any) -> str | None:
     """Why qao cannot compute these experts; None if it can."""
     if type(layer).__name__ not in _LAYERS:
-        return f"a layer of its own kind ({type(layer).__name__})"
+        return f"an unknown kind of layer ({type(layer).__name__})"
     if layer.expert_map_manager.num_fused_shared_experts:
-        return "shared experts that are fused with them"
+        return "shared experts fused with them"
     return general_obstacle(QaoOwnExperts, layer.moe_config, None, None)
 
 
@@ -140,8 +140,8 @@ def _load(layer: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[s
         target: Any = getattr(layer._modules.get(key), "_parameters", {}).get(one)
         if not hasattr(target, "weight_loader"):
             raise ValueError(
-                f"qao: {layer.layer_name}: nothing is to be loaded into {name}. Packed experts take no other weights "
-                "while vLLM runs: start it anew."
+                f"qao: {layer.layer_name}: {name} cannot be loaded. Packed experts accept no other weights "
+                "while vLLM runs: restart it."
             )
         target.weight_loader(target, tensor)
         yield name
