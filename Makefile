@@ -89,7 +89,7 @@ build-%: $(VENV)/installed-%
 build-demo build-test: $(VENV)/installed-smollm2
 build-test: $(VENV)/installed-serving
 
-# Python sources of vLLM and SGLang, whose layers are tested.
+# Python sources of vLLM and SGLang, for the tests of their layers.
 $(VENV)/installed-serving: tools/serving.py $(VENV)/installed
 	$(PY) tools/serving.py $(VENV)/serving
 	@touch $@

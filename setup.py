@@ -68,7 +68,7 @@ PYBIND = pybind_wanted()
 
 
 def find_tool(name: str) -> str:
-    """A program, first beside this Python: the system's may be older than what pip installed there."""
+    """Path of a program, preferably one that pip installed for this Python: the system's may be older."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     tool = shutil.which(name, path=path)
     if tool is None:
@@ -125,7 +125,7 @@ def description(readme: str, address: str | None, version: str) -> str:
 
 
 class CMakeBuild(build_ext):
-    """All extensions in one CMake build, in a directory of its own for every Python and every set of options."""
+    """All extensions in one CMake build, in one directory for each Python and set of options."""
 
     def get_ext_filename(self, fullname: str) -> str:
         # _C holds nothing of Python, so its name carries no Python version either.

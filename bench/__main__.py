@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in (
         ("quantize", "bandwidth of the activation quantizers and of the fused producers"),
         ("numerics", "accuracy of every scheme on the demo's model"),
-        ("outliers", "error of the products beside that of their schemes, with and without outlier channels"),
+        ("outliers", "error of the GEMMs compared with that of their schemes, with and without outlier channels"),
         ("weights_only", "accuracy of int4 weights rounded without data, on the demo's models"),
         ("gptq", "float weights a second that calibration quantizes"),
         ("host", "host time of one eager call of a layer"),
@@ -80,11 +80,11 @@ def make_parser() -> argparse.ArgumentParser:
     invariant = commands.add_parser("invariance", help="what batch-invariant products cost")
     _add_common(invariant)
     invariance.add_arguments(invariant)
-    chosen = commands.add_parser("plans", help="plan()'s choices beside every other plan, on random layers")
+    chosen = commands.add_parser("plans", help="plan()'s choices against every other plan, on random layers")
     chosen.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
     plans.add_arguments(chosen)
     chosen.set_defaults(device="cuda")
-    prompts = commands.add_parser("prefill", help="many tokens beside bfloat16 and the kernels of serving engines")
+    prompts = commands.add_parser("prefill", help="many tokens against bfloat16 and the kernels of serving engines")
     prompts.add_argument(
         "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
     )
@@ -94,11 +94,11 @@ def make_parser() -> argparse.ArgumentParser:
     turned = commands.add_parser("rotation", help="what a Hadamard rotation of activations would give a language model")
     _add_common(turned)
     rotation.add_arguments(turned)
-    beside = commands.add_parser("four_bits", help="quality of four bits by qao and by other packages; needs these")
-    beside.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/cpu")
-    four_bits.add_arguments(beside)
-    beside.set_defaults(device="cpu")
-    grouped = commands.add_parser("experts", help="products of experts, beside loops of dense ones and bfloat16")
+    four = commands.add_parser("four_bits", help="quality of four bits by qao and by other packages; needs these")
+    four.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/cpu")
+    four_bits.add_arguments(four)
+    four.set_defaults(device="cpu")
+    grouped = commands.add_parser("experts", help="grouped GEMMs against loops of dense ones and bfloat16")
     _add_common(grouped)
     grouped.add_argument("--models", nargs="+", choices=experts.MODELS, metavar="NAME")
     grouped.add_argument("--m", nargs="+", type=int, metavar="M", help="tokens")
@@ -116,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_common(whole)
     llama.add_arguments(whole)
     _add_check(whole)
-    shapes = commands.add_parser("linear", help="every scheme beside F.linear on CPU layers of many shapes")
+    shapes = commands.add_parser("linear", help="every scheme against F.linear on CPU layers of many shapes")
     shapes.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
     linear.add_arguments(shapes)
     _add_check(shapes)
@@ -128,9 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     threads.add_arguments(scaling)
     _add_check(scaling)
     scaling.set_defaults(device="cpu")
-    shared = commands.add_parser(
-        "busy", help="quantizing and products of a CPU beside a process that keeps a core busy"
-    )
+    shared = commands.add_parser("busy", help="quantization and GEMMs of a CPU while another process keeps a core busy")
     shared.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
     busy.add_arguments(shared)
     _add_check(shared)

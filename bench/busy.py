@@ -38,7 +38,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def add_arguments(command: Any) -> None:
-    command.add_argument("--seconds", type=float, default=1.0, help="for each contender, alone and beside")
+    command.add_argument("--seconds", type=float, default=1.0, help="per contender, alone and next to the process")
     command.add_argument("--m", nargs="+", type=int, default=TOKENS, metavar="M", help="tokens")
 
 
@@ -103,30 +103,30 @@ def render(results: dict[str, Any]) -> str:
     header = ["", "million weights a second and core", "ms", "busy, ms", *(f"M = {m}" for m in tokens)]
     n, k = meta["layer"]
     note = (
-        f"{caption(meta)}; {n} × {k}, bfloat16. Quantizing alone and beside a busy process (times slower); "
-        f"products beside it: µs, and times as long as `F.linear`. Means."
+        f"{caption(meta)}; {n} × {k}, bfloat16. Quantization alone and next to a busy process (times slower); "
+        f"GEMMs next to it: µs, and times as long as `F.linear`. Means."
     )
     return f"{note}\n\n{table(header, lines)}"
 
 
 def _quantizing(row: dict[str, Any]) -> list[str]:
-    beside = f"{row['beside_us'] / 1e3:.1f} ({row['slowdown']:.2f})"
-    return [f"{row['weights_s_core'] / 1e6:.0f}", f"{row['us'] / 1e3:.1f}", beside]
+    busy = f"{row['beside_us'] / 1e3:.1f} ({row['slowdown']:.2f})"
+    return [f"{row['weights_s_core'] / 1e6:.0f}", f"{row['us'] / 1e3:.1f}", busy]
 
 
 def _rows(m: int | None, calls: Calls, seconds: float) -> list[dict[str, Any]]:
     alone = times(calls, seconds)
     with busy_process():
-        beside = times(calls, seconds)
+        busy = times(calls, seconds)
     rows = []
     for name in calls:
-        row = {"scheme": name, "M": m, "us": alone[name] * 1e6, "beside_us": beside[name] * 1e6}
-        row["slowdown"] = beside[name] / alone[name]
+        row = {"scheme": name, "M": m, "us": alone[name] * 1e6, "beside_us": busy[name] * 1e6}
+        row["slowdown"] = busy[name] / alone[name]
         if m is not None:
-            row["ratio"] = beside[name] / beside[LINEAR]
+            row["ratio"] = busy[name] / busy[LINEAR]
         rows.append(row)
         what = "quantizing" if m is None else f"M={m}"
-        print(f"{what} {name}: {row['us']:.0f} us, beside {row['beside_us']:.0f} us", end="")
+        print(f"{what} {name}: {row['us']:.0f} us, busy {row['beside_us']:.0f} us", end="")
         print(f", {row['ratio']:.2f} of {LINEAR}" if m is not None else f", {row['slowdown']:.2f} times", flush=True)
     return rows
 

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[qao.Scheme, str | None]] = {
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--samples", type=int, default=128, help=f"texts of {WINDOW} tokens to calibrate on (128)")
-    command.add_argument("--only", choices=list(CASES), action="append", help="these cases, beside those of the file")
+    command.add_argument("--only", choices=list(CASES), action="append", help="these cases, added to those in the file")
     command.add_argument("--add", type=Path, metavar="FILE", help="measure nothing: join the results of another run")
 
 

@@ -138,7 +138,7 @@ METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]]
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--only", choices=list(METHODS), action="append", help="these, beside those of the file")
+    command.add_argument("--only", choices=list(METHODS), action="append", help="these, added to those in the file")
     command.add_argument("--add", type=Path, metavar="FILE", help="measure nothing: join the results of another run")
 
 

@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, qao.Scheme | None]] = {
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--only", nargs="+", metavar="NAME", help="these models, beside those of the file")
+    command.add_argument("--only", nargs="+", metavar="NAME", help="these models, added to those in the file")
     command.add_argument("--measure", choices=["quality", "speed"], action="append", help="instead of both")
 
 

@@ -201,14 +201,14 @@ def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
     lines, compared = [], 0
     for _, bar, found in _each_bar(rows):
         compared += len(found)
-        beside = " and ".join(bar.against)
+        others = " and ".join(bar.against)
         lines += [
-            f"{bar.name} beside {beside}, {row['n']} x {row['k']}, M = {row['m']}: {r:.2f} of {bar.least:.2f}"
+            f"{bar.name} against {others}, {row['n']} x {row['k']}, M = {row['m']}: {r:.2f} of {bar.least:.2f}"
             for r, row in found
             if r < bar.least
         ]
         if (mean := geometric_mean(r for r, _ in found)) < bar.mean:
-            lines.append(f"{bar.name} beside {beside}: {mean:.2f}, the bar is {bar.mean:.2f}")
+            lines.append(f"{bar.name} against {others}: {mean:.2f}, the bar is {bar.mean:.2f}")
     return lines, compared
 
 

@@ -178,6 +178,6 @@ def render(results: dict[str, Any]) -> str:
         where = f"{row['layers']}, {row['block']}" if row["block"] else "none"
         above = f"{row['nats_above'] / nats:+.2%} ± {row['standard_error'] / nats:.2%}"
         lines.append([f"{row['scheme']}, {row['method'] or 'no data'}", where, above, gained])
-    header = ["scheme, method", "rotated: layers, block", "nats above fp32", "beside no rotation"]
+    header = ["scheme, method", "rotated: layers, block", "nats above fp32", "compared with no rotation"]
     text = f"{caption(meta)}; {meta['windows']} windows of {meta['window']} tokens, fp32 {nats:.3f} nats a token."
     return f"{text}\n\n{table(header, lines)}"

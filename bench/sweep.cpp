@@ -8,7 +8,7 @@
 // rows of W were up to 1.2 times slower behind that kernel, which lets all CTAs start at once, than behind another
 // product. int4: asymmetric groups of 128, bfloat16 scales.
 //
-// The choice and the fastest others are final: timed again, by turns, so that none is best by luck or a cooler GPU.
+// The choice and the fastest others are timed again, interleaved, so that none is best by luck or on a cooler GPU.
 #include <cuda_fp8.h>
 #include <cuda_runtime_api.h>
 
@@ -352,7 +352,7 @@ struct Timed {
   bool chosen = false, is_final = false;
 };
 
-// Times the choice and the fastest others again, by turns.
+// Times the choice and the fastest others again, interleaved.
 void repeat_finalists(const mm::Problem& problem, const Operands& operands, const Timer& timer,
                       std::vector<Timed>* all) {
   std::stable_sort(all->begin(), all->end(), [](const Timed& a, const Timed& b) { return a.us < b.us; });

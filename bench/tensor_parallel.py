@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 -m bench.tensor_parallel --preset tiny --device cpu --prompt 32   # to try it
 
 Blocks of a 70B Llama with random weights, as many as ``--layers`` says; no embedding and no head. Every size of
-``--tp`` is measured in the same run, as replicas where it is smaller than the number of processes, and bfloat16 beside
-the schemes, whose ranges are not searched. Efficiency is the time of one GPU over ``tp`` times that of ``tp``. A number
-is the median over steps of the slowest rank's time; the steps of all schemes run in turns. Compiled steps are CUDA
-graphs on a GPU.
+``--tp`` is measured in the same run, as replicas where it is smaller than the number of processes, and so
+is bfloat16. Schemes do not search clipping ranges. Efficiency is the time of one GPU over ``tp`` times that of ``tp``.
+A number is the median over steps of the slowest rank's time; the steps of all schemes are interleaved. Compiled steps
+are CUDA graphs on a GPU.
 """
 
 from __future__ import annotations

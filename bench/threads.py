@@ -63,14 +63,14 @@ def run(seconds: float, tokens: Sequence[int], counts: Sequence[int] | None, pat
         calls = _calls(peers, BUSY_TOKENS)
         times = _times(calls, max(counts), seconds)
         with busy_process():
-            beside = _times(calls, max(counts), seconds)
+            busy = _times(calls, max(counts), seconds)
         rows += [
             {"scheme": name, "M": BUSY_TOKENS, "threads": max(counts), "busy": True, "us": us}
             | {"slowdown": us / times[name]}
-            for name, us in beside.items()
+            for name, us in busy.items()
         ]
         _print(
-            rows[-len(times) :], f"M={BUSY_TOKENS} {max(counts)} threads beside a busy process, slowdown", "slowdown"
+            rows[-len(times) :], f"M={BUSY_TOKENS} {max(counts)} threads next to a busy process, slowdown", "slowdown"
         )
         write({"meta": meta, "rows": rows}, path)
     finally:
@@ -88,7 +88,7 @@ def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
         if not row["busy"] and row["efficiency"] < BAR
     ]
     lines += [
-        f"{row['scheme']} beside a busy process: {row['slowdown']:.2f} times slower, bfloat16 {bf16:.2f}"
+        f"{row['scheme']} next to a busy process: {row['slowdown']:.2f} times slower, bfloat16 {bf16:.2f}"
         for row in ours
         if row["busy"] and row["slowdown"] > BUSY_BAR * bf16
     ]
@@ -112,7 +112,7 @@ def render(results: dict[str, Any]) -> str:
     layer = " × ".join(map(str, meta["layer"]))
     note = (
         f"{caption(meta)}; {meta['cores']} cores, {layer}, bfloat16 activations. Time of one thread over the time of "
-        f"n, divided by n; busy: times slower with {max(counts)} threads beside a process that keeps a core busy."
+        f"n, divided by n; busy: times slower with {max(counts)} threads next to a process that keeps a core busy."
     )
     return f"{note}\n\n{table(header, lines)}"
 

@@ -44,12 +44,12 @@ def _layer(weight: Tensor, scheme: qao.Scheme) -> qao.QuantLinear:
 
 def _kernel(weights: Any, copies: int, layer: qao.QuantLinear, floor: float) -> float | None:
     """Seconds of the kernel, if the scheme has one."""
-    told = layer.scheme.one_pass(layer.out_features, layer.in_features)
-    if told is None:
+    one_pass = layer.scheme.one_pass(layer.out_features, layer.in_features)
+    if one_pass is None:
         return None
     fault = torch.zeros(1, dtype=torch.int32, device="cuda")
     q, scales = layer.qweight, layer.scales
-    graph = Graph(lambda: qao.ops.quantize_weight_(next(weights)[0], *told, q, scales, fault), copies, floor)
+    graph = Graph(lambda: qao.ops.quantize_weight_(next(weights)[0], *one_pass, q, scales, fault), copies, floor)
     return replayed([graph], SECONDS["cuda"])[0]
 
 

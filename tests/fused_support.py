@@ -52,9 +52,9 @@ def auto_checkpoint(
             state[key] = {"qweight": weight, "scales": scales, "qzeros": words(stored, order)}
         states.append(state)
         dense.append(exact)
-    told: dict[str, Any] = {"bits": bits, "group_size": group, "quant_method": kind}
-    told |= {"zero_point": True, "version": "gemm"} if kind == "awq" else {"desc_act": False, "sym": not zero_points}
-    return told | more, states, dense
+    config: dict[str, Any] = {"bits": bits, "group_size": group, "quant_method": kind}
+    config |= {"zero_point": True, "version": "gemm"} if kind == "awq" else {"desc_act": False, "sym": not zero_points}
+    return config | more, states, dense
 
 
 STATIC = {"w1": 0.05, "w3": 0.05, "w2": 0.4}  # scales of activations, the largest of those that experts have
@@ -142,8 +142,8 @@ def check_rounded(
     *activations: Callable[[Tensor], Tensor],
     same: bool = True,
 ) -> None:
-    """As near to products without rounding as loops that round activations so; if those of y have the ``same`` scales,
-    what is between y and the loops is bfloat16."""
+    """Checks that y is as near to exact GEMMs as loops that round activations in the same way. If the activations of y
+    have the ``same`` scales, y and the loops differ by bfloat16's rounding only."""
     exact, plain = expected(dense, *given, torch.float64), expected(dense, *given, DTYPE, *activations)
     error, of_loops = (y - exact).norm(), (plain - exact).norm()
     assert error <= 1.2 * of_loops, (error, of_loops)

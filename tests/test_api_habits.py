@@ -271,7 +271,7 @@ def test_assigned_tensors_at_odd_addresses_are_copied_once(scheme: qao.Scheme) -
 
 @pytest.mark.parametrize("made_anew", ["as made", "copied", "moved", "pickled", "loaded", "assigned"])
 def test_requires_grad_of_a_whole_model(made_anew: str) -> None:
-    """What is trainable becomes so, and the packed tensors, whose integers torch would refuse, stay as they are."""
+    """Float parameters become trainable; packed tensors do not change, because torch refuses integers."""
     model = nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 64), nn.LayerNorm(64))
     quantize_(model, SCHEME)
     if made_anew == "copied":

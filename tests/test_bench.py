@@ -747,8 +747,8 @@ def test_prefill_compares_with_the_fastest_other() -> None:
     assert [round(ratio, 2) for ratio, _ in prefill.ratios(rows, "fp8", bar)] == [0.9, 1.2]
     lines, compared = prefill.misses(rows)
     assert compared == 2 and [line.split(": ")[0] for line in lines] == [
-        "fp8_fp8 beside vLLM fp8 and SGLang fp8, 1024 x 2048, M = 256",
-        "fp8_fp8 beside vLLM fp8 and SGLang fp8",
+        "fp8_fp8 against vLLM fp8 and SGLang fp8, 1024 x 2048, M = 256",
+        "fp8_fp8 against vLLM fp8 and SGLang fp8",
     ]
     results = {"meta": describe("cpu"), "rows": rows}
     assert "| 1 of 2 |" in prefill.render(results)

@@ -93,7 +93,7 @@ def test_bars_of_threads() -> None:
     assert compared == 4
     assert lines == [
         "int4, M = 64, 2 threads: efficiency 0.79",
-        "int8 beside a busy process: 3.10 times slower, bfloat16 1.50",
+        "int8 next to a busy process: 3.10 times slower, bfloat16 1.50",
     ]
 
 
@@ -183,8 +183,8 @@ def test_a_busy_process_holds_up_quantizing_no_more_than_its_share() -> None:
     for _ in range(5):
         alone = busy.times(calls, 0.1)
         with busy.busy_process():
-            beside = busy.times(calls, 0.1)
-        least = {name: min(least[name], beside[name] / alone[name]) for name in calls}
+            slowed = busy.times(calls, 0.1)
+        least = {name: min(least[name], slowed[name] / alone[name]) for name in calls}
         if max(least.values()) < 2.5:
             break
     assert max(least.values()) < 2.5, least
@@ -199,8 +199,8 @@ def test_a_busy_process_holds_up_products_no_more_than_linear() -> None:
     least = dict.fromkeys(layers, float("inf"))
     with busy.busy_process(), torch.inference_mode():
         for _ in range(3):
-            beside = busy.times(calls, 0.03)
-            least = {name: min(least[name], beside[name] / beside[busy.LINEAR]) for name in layers}
+            slowed = busy.times(calls, 0.03)
+            least = {name: min(least[name], slowed[name] / slowed[busy.LINEAR]) for name in layers}
             if max(least.values()) < 2:
                 break
     assert max(least.values()) < 2, least

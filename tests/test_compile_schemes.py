@@ -295,7 +295,7 @@ def check_costs(costs: dict[str, float], most: float) -> None:
 
 COMPILE_COSTS = """
 import json, os
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compilers as children of this process, whose time it can read
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compilers are children of this process, which can read their time
 from test_compile_schemes import *
 
 words = ("float", "int4", "int8", "fp8", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4")

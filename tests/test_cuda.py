@@ -23,7 +23,7 @@ def poison() -> list[Tensor]:
     """Blocks of 0xFF bytes (NaN in every float dtype, -1 as a counter) that fill what torch's allocator has free.
 
     It keeps blocks up to 1 MiB and larger ones in separate pools and takes the smallest block that fits, so the large
-    sizes make room and the smaller ones fill what is left between live tensors.
+    sizes make room and the smaller ones fill the gaps between live tensors.
     """
     sizes = [32 << 20] * 4 + [3 << 19] * 40 + [1 << 19] * 64 + [1 << 15] * 64 + [1 << 11] * 128 + [1 << 9] * 64
     return [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sizes]
@@ -64,7 +64,7 @@ def check_taken_by_turns(scheme: qao.Scheme, m: int, n: int, k: int, x_dtype: to
     "m,n,k",
     [
         (4090, 5128, 1088),  # the last tiles of rows and of tokens are cut; a last K-tile of 64 columns
-        (5000, 12292, 960),  # y that the copy engine cannot store
+        (5000, 12292, 960),  # y that TMA cannot store
     ],
 )
 @pytest.mark.parametrize("fmt", BY_WORD["int8_int8"].formats, ids=str)
@@ -81,7 +81,7 @@ def test_tiles_by_turns(m: int, n: int, k: int, x_dtype: torch.dtype, fmt: Forma
 @hopper
 @pytest.mark.parametrize("rows", [40, 63, 95, 100])
 def test_experts_by_turns_end_inside_a_tile(rows: int) -> None:
-    """A chunk that the copy engine still read was overwritten where another one had not been given to it."""
+    """A chunk must not be overwritten while TMA still reads it, even if no later chunk was issued."""
     scheme, counts, (n, k) = BY_WORD["int8_int8"], [rows, 168 - rows] * 16, (5760, 2880)
     weights = [scheme.make_weight(n, k, None, "cuda", seed=seed) for seed in range(4)] * 8
     x = randn(sum(counts), k, dtype=torch.bfloat16, device="cuda")
@@ -186,7 +186,7 @@ def test_no_memory_is_kept(scheme: Scheme) -> None:
         assert torch.cuda.memory_allocated() == before
 
 
-# ---- order: the op runs on the current stream, after what is before it and before what follows ----------------------
+# ---- order: the op runs on the current stream, after earlier work and before later work -----------------------------
 
 
 @pytest.mark.parametrize("m", M_KINDS)

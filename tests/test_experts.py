@@ -228,8 +228,8 @@ def test_experts_without_a_gate_and_transposed_ones(make: Callable[[], Any]) -> 
     index[:, 1] = (index[:, 0] + 1) % 4
     with torch.no_grad():
         assert distance(experts(x, index, weights), floats(x, index, weights)) < 1e-6
-        nobody = torch.full_like(index, 4)  # of another rank
-        assert not experts(x, nobody, weights).any()
+        elsewhere = torch.full_like(index, 4)  # experts of another rank
+        assert not experts(x, elsewhere, weights).any()
         index[3] = 4
         assert not experts(x, index, weights)[3].any() and experts(x, index, weights)[4].any()
 
@@ -343,7 +343,7 @@ def test_deepcopy_pickle_and_casts(tmp_path: Path) -> None:
         assert torch.equal(cast.up.weight.float() + 0, cast.up.dequantize(torch.float16).float())
 
 
-# ---- what is chosen --------------------------------------------------------------------------------------------------
+# ---- selection -------------------------------------------------------------------------------------------------------
 
 
 def test_schemes_by_name_and_by_function() -> None:

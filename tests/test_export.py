@@ -121,8 +121,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
 def check_package(model: nn.Module, path: Path, device: str, folder: Path) -> None:
     inputs = [x_of(m, device) for m in (2, 5, 130)]
     torch.save(inputs, folder / "inputs.pt")
-    told = fresh_process(RUN_PACKAGE, str(LIBRARY), str(path), str(folder / "inputs.pt"), str(folder / "outputs.pt"))
-    assert told["modules"] == []  # qao's Python was not needed
+    result = fresh_process(RUN_PACKAGE, str(LIBRARY), str(path), str(folder / "inputs.pt"), str(folder / "outputs.pt"))
+    assert result["modules"] == []  # qao's Python was not needed
     for x, y in zip(inputs, torch.load(folder / "outputs.pt"), strict=True):
         check_close(y, model(x))
 
@@ -134,7 +134,7 @@ def test_a_package_runs_in_a_fresh_process(package: tuple[nn.Module, Path], tmp_
 @pytest.mark.early
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 def test_a_cuda_package_runs_in_a_fresh_process(tmp_path: Path) -> None:
-    # Without qao: what is wrong there is not for this test to say.
+    # Skips if torch's own packages fail here without qao.
     plain = tmp_path / "plain.pt2"
     torch._inductor.aoti_compile_and_package(exported(nn.Linear(64, 64).to("cuda"), "cuda"), package_path=str(plain))
     torch.save([x_of(2, "cuda")], tmp_path / "inputs.pt")
@@ -167,10 +167,10 @@ def test_the_cpp_example_runs_a_package(package: tuple[nn.Module, Path], tmp_pat
     command = [str(build / "run"), str(LIBRARY), str(path), "3", "64"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
+    answer = json.loads(result.stdout)
     expected = model(x)
-    assert told["shape"] == list(expected.shape)
-    assert abs(told["sum"] - expected.double().sum().item()) <= 1e-5 * expected.double().abs().sum().item()
+    assert answer["shape"] == list(expected.shape)
+    assert abs(answer["sum"] - expected.double().sum().item()) <= 1e-5 * expected.double().abs().sum().item()
 
 
 @pytest.fixture(scope="module")

@@ -189,7 +189,7 @@ def test_remote_code(auto_class: str | None, tmp_path: Path) -> None:
     assert torch.equal(again.a.dequantize(torch.float32), model.a.dequantize(torch.float32))
 
 
-# ---- ModelOpt, AutoRound, and what is not supported
+# ---- ModelOpt, AutoRound, and unsupported methods
 
 
 def written(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], more: Any = None) -> Path:

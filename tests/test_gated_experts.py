@@ -230,7 +230,7 @@ def test_forward_mode_and_func() -> None:
     torch.testing.assert_close(torch.func.grad(loss)(x), expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- on a GPU, which nobody waits for --------------------------------------------------------------------------------
+# ---- on a GPU, without synchronization -------------------------------------------------------------------------------
 
 
 @on_gpu

@@ -295,9 +295,9 @@ def test_a_head_in_q6_k(tied: bool, tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = qao.from_pretrained(path, **options)
-        told = [str(one.message) for one in caught if "linear layers are in float" in str(one.message)]
-        assert len(told) == (0 if tied or options else 1)
-        assert all("1 of Q6_K" in text and "scheme=" in text for text in told)
+        notes = [str(one.message) for one in caught if "linear layers are in float" in str(one.message)]
+        assert len(notes) == (0 if tied or options else 1)
+        assert all("1 of Q6_K" in text and "scheme=" in text for text in notes)
         assert torch.equal(model.lm_head.weight, plain[name])
         layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
         assert len(layers) == len(LINEAR)

@@ -296,7 +296,7 @@ def test_mistakes(scheme: Scheme, changes: dict[str, Any], what: str) -> None:
         _changed(experts, x, changes)
 
 
-# ---- on a GPU, which nobody waits for --------------------------------------------------------------------------------
+# ---- on a GPU, without synchronization -------------------------------------------------------------------------------
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 

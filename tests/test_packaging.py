@@ -177,7 +177,7 @@ def test_dir_is_the_public_api() -> None:
         ("from_pretraind", "from_pretrained"),
     ],
 )
-def test_an_unknown_name_is_told_the_nearest(name: str, nearest: str) -> None:
+def test_the_error_for_an_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(AttributeError, match=f"'{name}'; did you mean qao.{nearest}\\?"):
         getattr(qao, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'$"):
@@ -209,7 +209,7 @@ def test_the_commit_is_that_of_the_checkout() -> None:
         assert commit == "None" or re.fullmatch("[0-9a-f]{7,40}(-dirty)?", commit)
 
 
-# ---- facts told twice ------------------------------------------------------------------------------------------------
+# ---- duplicated facts ------------------------------------------------------------------------------------------------
 
 
 def test_one_version() -> None:

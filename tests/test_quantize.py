@@ -12,7 +12,7 @@ import pytest
 import qao
 import torch
 from qao import Int4WeightOnly, QuantLinear, Report, quantize_
-from qao.quant_primitives.importance import told_importance, told_part
+from qao.quant_primitives.importance import importance_part, inferred_importance
 from torch import Tensor, nn
 
 SCHEME = Int4WeightOnly(group_size=32)
@@ -401,7 +401,7 @@ def test_they_are_traced_by_fx(scheme: qao.Scheme, kind: type[nn.Module], device
     assert graph(x).shape == (3, 192)
 
 
-# ---- what is left ----------------------------------------------------------------------------------------------------
+# ---- layers left in float --------------------------------------------------------------------------------------------
 
 
 def test_layers_with_hooks_are_left_and_keep_working() -> None:
@@ -606,11 +606,11 @@ def test_values_tell_of_queries_and_keys(device: str) -> None:
     weights = {name: layer.weight.detach().clone() for name, layer in attention.named_children()}
     scheme = Int4WeightOnly(group_size=32)
     quantize_(attention, scheme, progress=False)
-    importance = told_importance([told_part(weights["v_proj"], "q_proj")], 64)
-    told = {name: scheme.quantize(weights[name], importance=importance) for name in ("q_proj", "v_proj")}
+    importance = inferred_importance([importance_part(weights["v_proj"], "q_proj")], 64)
+    inferred = {name: scheme.quantize(weights[name], importance=importance) for name in ("q_proj", "v_proj")}
     alone = {name: scheme.quantize(weight) for name, weight in weights.items()}
-    assert not torch.equal(told["q_proj"].scales, alone["q_proj"].scales)
-    for name, expected in (told | {"k_proj": alone["k_proj"]}).items():
+    assert not torch.equal(inferred["q_proj"].scales, alone["q_proj"].scales)
+    for name, expected in (inferred | {"k_proj": alone["k_proj"]}).items():
         layer = getattr(attention, name)
         assert torch.equal(layer.scales, expected.scales) and torch.equal(layer.qweight, expected.qweight)
 
@@ -627,15 +627,15 @@ def test_gate_and_up_tell_of_down(device: str) -> None:
     makers = [layer.weight.detach().clone() for layer in (mlp.gate_proj, mlp.up_proj)]
     sizes = [maker.double().square().mean(1) for maker in makers]
     expected = (sizes[0] / sizes[0].mean() + 1e-4) * (sizes[1] / sizes[1].mean() + 1e-4)
-    importance = told_importance([told_part(maker, "down_proj") for maker in makers], 64)
+    importance = inferred_importance([importance_part(maker, "down_proj") for maker in makers], 64)
     assert importance is not None
     torch.testing.assert_close(importance.double(), expected, rtol=1e-5, atol=0)
     scheme = Int4WeightOnly(group_size=32)
     quantize_(mlp, scheme, progress=False)
-    told, alone = scheme.quantize(weight, importance=importance), scheme.quantize(weight)
-    assert torch.equal(mlp.down_proj.scales, told.scales) and torch.equal(mlp.down_proj.qweight, told.qweight)
+    inferred, alone = scheme.quantize(weight, importance=importance), scheme.quantize(weight)
+    assert torch.equal(mlp.down_proj.scales, inferred.scales) and torch.equal(mlp.down_proj.qweight, inferred.qweight)
     errors = [
         ((scheme.dequantize(*packed[:2], 48, 64, torch.float32) - weight).double().square() @ expected).sum()
-        for packed in (told, alone)
+        for packed in (inferred, alone)
     ]
     assert errors[0] < 0.8 * errors[1]

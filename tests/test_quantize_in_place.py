@@ -39,12 +39,12 @@ def int4(weight: Tensor, group: int, symmetric: bool, whole: bool, scale_dtype: 
     return weight_ops.pack_int4(q, scales, None if symmetric else zeros, group)
 
 
-def in_place(weight: Tensor, like: tuple[Tensor, ...], *told: Any) -> tuple[Tensor, Tensor, Tensor]:
+def in_place(weight: Tensor, like: tuple[Tensor, ...], *one_pass: Any) -> tuple[Tensor, Tensor, Tensor]:
     """q, scales and fault, from tensors that held other numbers."""
     q, scales = (torch.full_like(one.view(torch.int8) if one.dtype == F8 else one, 77) for one in like)
     fault = torch.zeros(1, dtype=torch.int32)
     out = tuple(one.to(weight.device) for one in (q, scales, fault))
-    weight_ops.quantize_weight_(weight, *told, *out)
+    weight_ops.quantize_weight_(weight, *one_pass, *out)
     return out
 
 

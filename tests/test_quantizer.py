@@ -11,7 +11,7 @@ from qao.ops import reference
 from qao.ops.serial import SERIAL_VALUES
 from qao.quant_primitives import integer as quantizer
 from qao.quant_primitives.fp8 import quantize_fp8
-from qao.quant_primitives.importance import estimate_importance, told_part
+from qao.quant_primitives.importance import estimate_importance, importance_part
 from qao.quant_primitives.integer import QuantizedWeight, quantize_int4, quantize_int8
 from qao.schemes import SCHEMES
 from torch import Tensor
@@ -167,7 +167,7 @@ def test_strides_of_a_weight_change_no_bit(k: int, dtype: torch.dtype, device: s
     for other in others:
         assert other.stride() != weight.stride() and torch.equal(other, weight)
         for name in ("q_proj", "down_proj"):  # sums down columns and along rows
-            assert torch.equal(told_part(other, name), told_part(weight, name))
+            assert torch.equal(importance_part(other, name), importance_part(weight, name))
         assert torch.equal(estimate_importance(other), estimate_importance(weight))
         for kind in SCHEMES.values():
             scheme = kind()

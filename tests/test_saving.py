@@ -95,13 +95,13 @@ def test_with_qao_it_is_what_it_was(container: str, word: str, loaded: dict[str,
 def test_without_qao_it_is_an_error(container: str, word: str, refused: dict[str, Any]) -> None:
     result = refused[f"{container}-{word}"]
     assert "raised" in result, result
-    told = result["raised"] + result["log"]
+    said = result["raised"] + result["log"]
     if container == "dcp":  # it looks at the names it is asked for alone, of which none is the marker
-        assert "size mismatch" in told.lower(), told
-    elif container == "diffusers" or (container == "transformers" and "LOAD REPORT" not in told):
-        assert "Unknown quantization type, got qao" in told, told  # version 4 of transformers lists no names
+        assert "size mismatch" in said.lower(), said
+    elif container == "diffusers" or (container == "transformers" and "LOAD REPORT" not in said):
+        assert "Unknown quantization type, got qao" in said, said  # version 4 of transformers lists no names
     else:
-        assert "pip_install_qao" in told, told
+        assert "pip_install_qao" in said, said
 
 
 @pytest.mark.parametrize("word", WORDS)

@@ -66,7 +66,7 @@ def test_isa(isa: str) -> None:
     assert " passed" in result.stdout
 
 
-@pytest.mark.skipif(platform.machine() == "aarch64", reason="torch's wheel for aarch64 has an allocator of its own")
+@pytest.mark.skipif(platform.machine() == "aarch64", reason="torch's wheel for aarch64 has its own allocator")
 def test_glibc_fills_allocations() -> None:
     """So that the poison of test_isa is real."""
     code = "import torch; t = torch.empty(4096, dtype=torch.uint8); print(bool((t[64:-64] == 0x7F).all()))"

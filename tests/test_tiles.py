@@ -65,12 +65,12 @@ def derivatives(scheme: Scheme, weight: Weight, arguments: tuple[Any, ...], devi
 def test_derivatives(scheme: Scheme, device: str) -> None:
     for fmt in scheme.few_formats:
         weight = scheme.make_weight(48, 256, fmt, device)
-        told, left_out = (derivatives(scheme, weight, a, device) for a in (weight.arguments, without_sizes(weight)))
-        assert all(torch.equal(a, b) for a, b in zip(left_out, told, strict=True))
+        given, left_out = (derivatives(scheme, weight, a, device) for a in (weight.arguments, without_sizes(weight)))
+        assert all(torch.equal(a, b) for a, b in zip(left_out, given, strict=True))
 
 
 @every_packed
-def test_other_sizes_must_be_told(scheme: Scheme, device: str) -> None:
+def test_other_sizes_must_be_passed(scheme: Scheme, device: str) -> None:
     weight = scheme.make_weight(40, 100, device=device)
     x = randn(3, 100, dtype=torch.float32, device=device)
     with pytest.raises(RuntimeError, match=r"x must have shape \[..., in_features\]. .*in_features: 128"):
@@ -87,5 +87,5 @@ def test_layers_tell_what_is_needed(scheme: qao.Scheme, device: str) -> None:
         (call,) = (node for node in graph.nodes if node.op == "call_function")
         assert len(call.args[1]) == count
         x = torch.randn(3, k, device=device)
-        told = scheme.mm(x, layer._parameters, scheme.constants(n, k))
-        assert torch.equal(layer(x), told)
+        given = scheme.mm(x, layer._parameters, scheme.constants(n, k))
+        assert torch.equal(layer(x), given)

@@ -29,7 +29,7 @@ struct Batch {
   // Rows [first, first + rows) of a GEMM. `kernels` quantizes them if the problem says so.
   static Batch of(const Kernel& kernel, const mm::Problem& problem, const mm::Arguments& arguments, int64_t first,
                   int64_t rows, const QuantizeKernels* kernels = nullptr);
-  // Rows at a time: a multiple of 32 whose packed form fits its share of memory, or all if the kernel does not pack.
+  // Rows at a time: a multiple of 32 that fits its share of memory when packed, or all if the kernel does not pack.
   static int64_t most_rows(const Kernel& kernel, const mm::Problem& problem, const mm::Arguments& arguments);
 
   // Allocates packed x. Without memory `pieces` only counts bytes.

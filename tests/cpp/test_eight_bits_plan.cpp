@@ -181,7 +181,7 @@ TEST_CASE("eight bits: int4 with scales of rows folds nothing and has tiles of 2
   }
 }
 
-TEST_CASE("eight bits: int4 with powers of two beside e4m3 is promoted as e4m3 is, in large tiles") {
+TEST_CASE("eight bits: int4 with powers of two and e4m3 activations is promoted as e4m3 is, in large tiles") {
   Problem problem;
   problem.x = Format::kFp8, problem.weight = Format::kInt4, problem.quantizes_x = problem.row_scales = true;
   problem.n = 4096, problem.k = 4096;
@@ -205,7 +205,7 @@ TEST_CASE("eight bits: int4 with powers of two beside e4m3 is promoted as e4m3 i
   }
 }
 
-TEST_CASE("eight bits: tiles by turns, in pairs of CTAs, where sums need nothing along K") {
+TEST_CASE("eight bits: ping-pong tiles, in pairs of CTAs, where sums need nothing along K") {
   int64_t found = 0;
   for_each_problem([&](Problem problem, const Gpu& gpu) {
     for (bool fast : {false, true}) {
@@ -329,7 +329,7 @@ TEST_CASE("eight bits: who quantizes x on an H200") {
 TEST_CASE("eight bits: who multiplies few tokens on an H200") {
   const auto body = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
     const Plan plan = planned(problem_of(x, weight, m, n, k));
-    // Beside a CTA of 16 warps with all registers, the kernel that quantizes the next x would find no room.
+    // Next to a CTA of 16 warps with all registers there would be no room for the kernel that quantizes the next x.
     if (weight != Format::kInt4 && plan.body == Body::kMmaSync) CHECK(plan.warps <= 8);
     return plan.body;
   };
@@ -347,7 +347,7 @@ TEST_CASE("eight bits: who multiplies few tokens on an H200") {
   }
 }
 
-TEST_CASE("eight bits: few rows of W and a long K are wgmma's on an H200, whose CTAs share K") {
+TEST_CASE("eight bits: few rows of W and a long K run on wgmma on an H200, with split-K") {
   const auto body = [](Format x, Format weight, int64_t m, int64_t n, int64_t k, bool quantizes = false) {
     Problem problem = problem_of(x, weight, m, n, k);
     problem.quantizes_x = quantizes;
@@ -404,7 +404,7 @@ TEST_CASE("eight bits: the passes over a run of row tiles leave few places empty
                         {12288, 4096, 6, 3, 3, 3},
                         {14336, 4096, 7, 4, 4, 4},
                         {28672, 4096, 14, 3, 2, 4},
-                        {8192, 28672, 4, 2, 2, 4}}) {  // beside an x so long there is no room for longer rings
+                        {8192, 28672, 4, 2, 2, 4}}) {  // so long an x leaves no room for longer rings
     CHECK(ceil_div(c.n / kTileN, kH200.num_sms) == c.run);
     for (const auto& [weight, places] : {std::pair{kInt8, c.int8}, {kFp8, c.fp8}, {kInt4, c.int4}}) {
       Problem problem = problem_of(weight == kFp8 ? kFp8 : kInt8, weight, 1, c.n, c.k);
@@ -521,7 +521,7 @@ TEST_CASE("eight bits: pairs of CTAs split K of the tiles after the last full wa
 
 TEST_CASE("eight bits: int32 sums of a slice of K cannot overflow") {
   for (const Gpu& gpu : kGpus) {
-    if (gpu.compute_capability == 90) continue;  // wgmma may serve there, with sums of its own
+    if (gpu.compute_capability == 90) continue;  // wgmma may serve there and sums in another way
     for (int64_t m : {1, 16, 4096}) {
       Problem problem;
       problem.x = problem.weight = Format::kInt8;

@@ -256,7 +256,7 @@ TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kerne
   CHECK(served > 0);
 }
 
-TEST_CASE("on Hopper an fp4 weight beside bfloat16 has kernels of its own, beside other x that of every GPU") {
+TEST_CASE("on Hopper an fp4 weight has special kernels for bfloat16 activations, for others that of every GPU") {
   Problem problem;
   problem.weight = Format::kFp4, problem.scale_dtype = DType::kBFloat16, problem.n = problem.k = 4096;
   const auto body = [&](const Gpu& gpu) {
@@ -343,7 +343,7 @@ TEST_CASE("few tokens of 16 bits stream their weights from Hopper on, all else d
   CHECK(planned(problem, kH200).tile_n == 64);
   problem.n = 10240;  // two of three rather than two of four
   CHECK(planned(problem, kH200).tile_n == 48);
-  problem.n = 5120, problem.k = 5120;  // beside x only passes of two row tiles fit
+  problem.n = 5120, problem.k = 5120;  // x leaves room for passes of two row tiles only
   CHECK(body(problem, kH200) == Body::kStreamRing);
   problem.n = 3584, problem.k = 18944;
   CHECK(body(problem, kH200) == Body::kStreamRing);
@@ -356,7 +356,7 @@ TEST_CASE("few tokens of 16 bits stream their weights from Hopper on, all else d
     problem.x_aligned = false;
     CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
   }
-  problem.m = 16, problem.n = 4096;  // the copy engine brings x
+  problem.m = 16, problem.n = 4096;  // TMA loads x
   CHECK(body(problem, kH200) == Body::kStreamRing);
   problem.x_aligned = true, problem.x_dtype = DType::kFloat16;
   CHECK(body(problem, kH200) == Body::kStreamTma);

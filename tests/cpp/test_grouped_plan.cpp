@@ -191,7 +191,7 @@ TEST_CASE("many rows an expert are wgmma's on Hopper") {
   experts.row_index = &index;
   plan_of(128 * 128);
   CHECK(plan.tile_m == 128);
-  CHECK(plan.ctas % 2 == 0);  // by turns: pairs share x
+  CHECK(plan.ctas % 2 == 0);  // ping-pong: pairs share x
   CHECK(plan.workspace_bytes >= 128 * 128 * problem.k);
   experts.row_index = nullptr;
   problem.quantizes_x = false, problem.x = Format::kFloat, problem.x_aligned = false;

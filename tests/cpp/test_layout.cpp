@@ -30,7 +30,7 @@ std::vector<uint8_t> packed_tile() {
 
 }  // namespace
 
-TEST_CASE("every element of a tile has a nibble of its own") {
+TEST_CASE("every element of a tile has its own nibble") {
   std::set<int> nibbles;
   for (int row = 0; row < kTileN; ++row) {
     for (int column = 0; column < kTileK; ++column) {

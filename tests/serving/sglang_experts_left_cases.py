@@ -29,12 +29,12 @@ BLOCKS = {**FP8, "weight_block_size": [128, 128]}
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(process, "_told", set())
+def nothing_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(process, "_logged", set())
     caplog.set_level(logging.INFO, logger=process.__name__)
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == process.__name__]
 
 
@@ -55,7 +55,7 @@ CHECKPOINTS: list[tuple[str, dict[str, Any], str]] = [
 def test_checkpoints(method: str, config: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert type(Experts(method, config).layer.quant_method).__module__.startswith("sglang.")
-    (message,) = told(caplog)
+    (message,) = logged(caplog)
     assert message.startswith(f"qao leaves layers such as {PREFIX} to SGLang: fused experts: ") and reason in message
 
 
@@ -144,13 +144,13 @@ def test_zero_points_of_compressed_tensors_fail_in_sglang() -> None:
 
 def test_experts_in_floats_stay_so(caplog: pytest.LogCaptureFixture) -> None:
     layer = Experts("fp8", {**BLOCKS, "ignored_layers": [PREFIX]}).layer
-    assert type(layer.quant_method) is UnquantizedFusedMoEMethod and not told(caplog)
+    assert type(layer.quant_method) is UnquantizedFusedMoEMethod and not logged(caplog)
 
 
 def test_what_is_served_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert Experts("gptq_marlin", GPTQ).served
-    assert told(caplog) == [f"qao serves layers such as {PREFIX} with int4_grouped_mm"]
+    assert logged(caplog) == [f"qao serves layers such as {PREFIX} with int4_grouped_mm"]
 
 
 def test_a_method_that_is_not_known() -> None:

@@ -33,8 +33,8 @@ SHARE = kernels.Share([N], 192, 384)
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(process, "_told", set())
+def nothing_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(process, "_logged", set())
     caplog.set_level(logging.INFO, logger=process.__name__)
 
 
@@ -67,16 +67,16 @@ def test_what_is_left_to_sglang(
     for _ in range(2):
         loaded = make(name, config)
         assert type(loaded.layer.quant_method).__module__.startswith("sglang.")
-    told = [record.getMessage() for record in caplog.records if record.name == process.__name__]
-    assert len(told) == 1
-    assert told[0].startswith("qao leaves layers such as model.layers.0.mlp.fc1 to SGLang: ") and reason in told[0]
+    logged = [record.getMessage() for record in caplog.records if record.name == process.__name__]
+    assert len(logged) == 1
+    assert logged[0].startswith("qao leaves layers such as model.layers.0.mlp.fc1 to SGLang: ") and reason in logged[0]
 
 
 def test_what_is_served_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert make("awq", AWQ).served
-    told = [record.getMessage() for record in caplog.records if record.name == process.__name__]
-    assert told == ["qao serves layers such as model.layers.0.mlp.fc1 with int4_mm"]
+    logged = [record.getMessage() for record in caplog.records if record.name == process.__name__]
+    assert logged == ["qao serves layers such as model.layers.0.mlp.fc1 with int4_mm"]
 
 
 def test_a_shard_that_ends_within_a_group() -> None:
@@ -150,7 +150,7 @@ def test_layers_in_floats_stay_so() -> None:
 
 def test_experts_are_left_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
     own = type("AnExpertsMethod", (), {})()
-    assert method.beside(own, FusedMoE.__new__(FusedMoE), "model.layers.0.mlp.experts") is own
+    assert method.choose(own, FusedMoE.__new__(FusedMoE), "model.layers.0.mlp.experts") is own
     assert "experts to SGLang: fused experts: weights of AnExpertsMethod" in caplog.text
 
 

@@ -103,8 +103,8 @@ def test_what_nobody_can_compute() -> None:
 def test_experts_that_transformers_calls_otherwise() -> None:
     """A config has its names; tensors those that SGLang has, or they do not come."""
     config, tensors, dense = checkpoint(SCHEMES[0])
-    told = config["layers"][0]["modules"]
-    told[:] = [one.replace("mlp", "moe") for one in told]
+    modules = config["layers"][0]["modules"]
+    modules[:] = [one.replace("mlp", "moe") for one in modules]
     given = routing(9)
     check(load(config, tensors)(*given), dense, *given)
     others = {name.replace("mlp", "moe"): one for name, one in tensors.items()}
@@ -114,7 +114,7 @@ def test_experts_that_transformers_calls_otherwise() -> None:
 
 def test_two_experts_of_a_block() -> None:
     config, _, _ = checkpoint(SCHEMES[0])
-    told = config["layers"][0]["modules"]
-    told[:] = [one.replace("mlp", other) for one in told for other in ("moe", "more")]
+    modules = config["layers"][0]["modules"]
+    modules[:] = [one.replace("mlp", other) for one in modules for other in ("moe", "more")]
     with pytest.raises(NotImplementedError, match="0.mlp.experts, .*0.moe.experts and .*0.more.experts"):
         Experts("qao", config)

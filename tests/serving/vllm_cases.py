@@ -167,7 +167,7 @@ def test_weights_are_held_once() -> None:
 
 
 @pytest.mark.parametrize("case", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
-def test_fp8_kernels_are_told_nothing_by_loading(case: str) -> None:
+def test_loading_passes_nothing_to_fp8_kernels(case: str) -> None:
     """vLLM may hand them weights that another process loaded (weights_already_processed)."""
     config, states, _ = states_of(case, "column", torch.bfloat16)
     with engine(torch.bfloat16):
@@ -291,7 +291,7 @@ def plain_key(config: Any) -> str:
     return type(config).compute_hash.__wrapped__(config)  # type: ignore[no-any-return]
 
 
-def test_the_compile_cache_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compile_cache_distinguishes_qao(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's folders of compiled graphs, by either way, with qao, without it, and with another qao."""
     monkeypatch.setattr(envs, "compile_factors", dict)
     config = VllmConfig()

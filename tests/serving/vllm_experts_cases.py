@@ -162,8 +162,7 @@ def test_experts_of_fp8(case: str, group_size: int, ranks: int) -> None:
     torch.manual_seed(ranks)
     config, states, dense = checkpoint("FP8_BLOCK" if case == "fp8" else case)
     if case == "fp8":  # as DeepSeek's checkpoints have it
-        told = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-        config = told
+        config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
         names = {"weight": "weight", "weight_scale": "weight_scale_inv"}
         states = [{key: {names[n]: t for n, t in one.items()} for key, one in state.items()} for state in states]
     given, y = routing(9), torch.zeros(9, K, dtype=torch.float64)

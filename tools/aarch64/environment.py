@@ -5,8 +5,8 @@
     python tools/aarch64/environment.py test       # and qemu-user, Python for aarch64 and what tests import
 
 ``build/aarch64/python`` is then a Python for aarch64 that runs here, under the emulator. Its torch is the wheel that
-`pip install torch` gives on such a machine. That one asks for CUDA's libraries: in their place lie empty ones, whose
-functions all report that there is no device.
+`pip install torch` gives on such a machine. That one needs CUDA's libraries; empty ones take their place, and all
+their functions report that there is no device.
 """
 
 from __future__ import annotations

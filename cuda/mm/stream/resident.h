@@ -39,7 +39,7 @@ struct ResidentParams {
   int64_t row_tile_bytes, row_tile_scale_bytes;
   int64_t next_tile_bytes, next_tile_scale_bytes;  // between the n-tiles of a pass
   int64_t next_pass_bytes, next_pass_scale_bytes;  // between passes
-  int passes, slots;  // passes over the n-tiles; passes whose partial sums fit in shared memory at once
+  int passes, slots;  // passes over the n-tiles; how many passes' partial sums fit in shared memory at once
   int zeros_offset, ring_offset, factors_offset, partials_offset, stage_bytes;  // offsets in shared memory, after x
   int groups_of_step, group_shift;  // the first group of K-step s is s * groups_of_step >> group_shift
   int chunk_shift;                  // log2 of the 16-byte chunks of scales and zeros per K-step and n-tile

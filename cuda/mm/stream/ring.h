@@ -35,7 +35,7 @@ struct RingParams {
   int plain_steps;                // the first `plain_steps` K-steps are whole, and each thread copies 16 bytes per row
   int tokens;
   int64_t row_tile_bytes, row_tile_scale_bytes;
-  int passes, slots;  // passes over the n-tiles; passes whose partial sums fit in shared memory at once
+  int passes, slots;  // passes over the n-tiles; how many passes' partial sums fit in shared memory at once
   int stages, stage_bytes, scale_offset, x_offset;  // of the ring; offsets of scales/zeros and of x in a stage
   int groups_of_step, group_shift;                  // the first group of K-step s is s * groups_of_step >> group_shift
   int chunk_shift;                    // log2 of the 16-byte chunks of scales and zeros per K-step and n-tile

@@ -19,7 +19,7 @@ from ..nn.experts import QuantExperts, QuantProjection, quantize_projection
 from ..nn.linear import QuantLinear, is_linear, kernel_bias
 from ..nn.marker import MARKER, TRIPWIRE
 from ..nn.packed_module import PackedModule
-from ..quant_primitives.importance import told_by, told_importance, told_part
+from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ..quantization import auto_group_size
 from ..quantization.quantize import quantize_
 from ..quantization.report import Report
@@ -245,13 +245,13 @@ class Plan:
 
     def _importance(self, source: Checkpoint, name: str) -> Tensor | None:
         """Importance as in ``quantize_``, inferred from the weights of neighboring layers."""
-        others, scheme = told_by(name), self._modules[name].scheme
+        others, scheme = importance_sources(name), self._modules[name].scheme
         searched = isinstance(scheme, Int4Weight) and scheme.clip_search
         quantized = self.in_features.keys() - self._stored.keys()  # quantized from float
         if not searched or not quantized >= set(others):
             return None
         weights = (self._tensor(source, self._weight(other)) for other in others)
-        return told_importance([told_part(weight, name) for weight in weights], self.in_features[name])
+        return inferred_importance([importance_part(weight, name) for weight in weights], self.in_features[name])
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         stays = self._dtype is None or tensor.dtype not in _FLOATS or not self._kept.isdisjoint(name.split("."))

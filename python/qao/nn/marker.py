@@ -45,9 +45,9 @@ def layer_of(entry: str) -> str | None:
 
 def encode(marker: Marker) -> Tensor:
     """uint8: the marker as JSON."""
-    told = {name: value for name, value in marker._asdict().items() if value is not None}
+    fields = {name: value for name, value in marker._asdict().items() if value is not None}
     version = VERSION if marker.scheme.get("rotation") else 1
-    content = {"version": version, **told, "dtype": str(marker.dtype).removeprefix("torch.")}
+    content = {"version": version, **fields, "dtype": str(marker.dtype).removeprefix("torch.")}
     return _bytes(json.dumps(content).encode())
 
 

@@ -95,7 +95,7 @@ class PackedModule(Updatable, nn.Module):
                 needed, given = ("None" if one is None else _describe(one) for one in (wanted, tensor))
                 raise ValueError(f"{what}: {key} must be {needed}, not {given}: a weight of another scheme or size")
 
-    def _told(self) -> str:
+    def _label(self) -> str:
         """Description of the layer for messages."""
         return f"{type(self).__name__} ({self.extra_repr()})"
 
@@ -124,13 +124,13 @@ class PackedModule(Updatable, nn.Module):
             if smaller or not self._is_of(n, k, q, of_groups):
                 raise ValueError(
                     f"{name}qweight: the checkpoint holds the packed weight of a {'smaller' if smaller else 'larger'} "
-                    f"layer than this {self._told()}, padded to the same shape. Use the model that the checkpoint was "
+                    f"layer than this {self._label()}, padded to the same shape. Use the model that the checkpoint was "
                     "made from."
                 )
             if self._is_of(n, k - 1, q, of_groups):
                 raise ValueError(
                     f"{name}qweight: the size of the packed weight is ambiguous: it may be that of this "
-                    f"{self._told()}, with zeros in its last column, or one with fewer columns. Keep the entry "
+                    f"{self._label()}, with zeros in its last column, or one with fewer columns. Keep the entry "
                     f"{name}{marker.MARKER} of model.state_dict(), which has the sizes."
                 )
 
@@ -187,7 +187,7 @@ class PackedModule(Updatable, nn.Module):
         if param.shape != own.shape or param.dtype not in dtypes or sizes != self._sizes:
             of_weight = f" of a weight {list(sizes)}" if sizes != self._sizes else ""
             raise ValueError(
-                f"{self._told()}: {name} must be {_describe(own)}, not {_describe(param)}{of_weight}. Make a layer "
+                f"{self._label()}: {name} must be {_describe(own)}, not {_describe(param)}{of_weight}. Make a layer "
                 "of the other weight instead."
             )
 
@@ -201,7 +201,7 @@ class PackedModule(Updatable, nn.Module):
 
     def check_marker(self, found: Tensor, name: str) -> None:
         """Raises ValueError if a checkpoint's marker is invalid or describes another scheme or size."""
-        marker.check(marker.decode(found, name), self._marker(), name, self._told())
+        marker.check(marker.decode(found, name), self._marker(), name, self._label())
 
     def _beside(self, entry: Tensor) -> Tensor:
         """``entry`` on the device of the packed weight, because torch.distributed.checkpoint needs a single device.
@@ -334,7 +334,7 @@ class PackedModule(Updatable, nn.Module):
             may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
             if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
                 error_msgs.append(
-                    f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this {self._told()} needs "
+                    f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this {self._label()} needs "
                     f"{_describe(own)}. Quantize the model with the scheme the checkpoint was made with (group_size, "
                     "symmetric, scale_dtype); load a checkpoint of float weights before quantizing."
                 )
@@ -356,7 +356,7 @@ class PackedModule(Updatable, nn.Module):
         floats = state_dict.pop(prefix + marker.TRIPWIRE, None)
         if isinstance(floats, Tensor) and floats.dtype != torch.uint8:
             raise ValueError(
-                f"{prefix}{marker.TRIPWIRE}: the checkpoint holds {_describe(floats)}, but this {self._told()} is "
+                f"{prefix}{marker.TRIPWIRE}: the checkpoint holds {_describe(floats)}, but this {self._label()} is "
                 "quantized. Load it before quantizing, or quantize these weights into the model: "
                 "qao.update_(model, state_dict)."
             )
@@ -367,7 +367,7 @@ class PackedModule(Updatable, nn.Module):
             and prefix + "weight_sums" not in state_dict
         ):
             raise ValueError(
-                f"{prefix}weight_sums: the checkpoint has none, but this {self._told()} needs those of its weight. "
+                f"{prefix}weight_sums: the checkpoint has none, but this {self._label()} needs those of its weight. "
                 "Load into a model that is quantized with the scheme of the checkpoint."
             )
         if found is not None:
@@ -376,7 +376,7 @@ class PackedModule(Updatable, nn.Module):
         bias = state_dict.get(prefix + "bias")
         if isinstance(bias, Tensor) and bias.shape[-1:] != self._sizes[:1]:
             raise ValueError(
-                f"{prefix}bias: the checkpoint holds {_describe(bias)}, but this {self._told()} has {self._sizes[0]} "
+                f"{prefix}bias: the checkpoint holds {_describe(bias)}, but this {self._label()} has {self._sizes[0]} "
                 "outputs. Use the model that the checkpoint was made from."
             )
         qweight, scales = (state_dict.get(prefix + name) for name in ("qweight", "scales"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops import modes, weight_ops
 from ..ops.rotation import rotated
-from ..quant_primitives.importance import told_by, told_importance, told_part
+from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ..quant_primitives.integer import check_finite
 from ..schemes import FLOAT_DTYPES, Int4Weight, OnePass, PackedWeight, Scheme
 
@@ -56,10 +56,10 @@ class Updatable:
 
     def _load(self: Any, weight: Tensor, importance: Tensor | None, name: str, largest: Tensor | None) -> None:
         """``largest``: the largest magnitude of a weight that is already checked; None: not checked yet."""
-        told: OnePass | None = self.scheme.one_pass(*self._sizes)
+        one_pass: OnePass | None = self.scheme.one_pass(*self._sizes)
         q, scales = self.qweight, self.scales
         sharded = hasattr(q, "device_mesh") or hasattr(scales, "device_mesh")
-        if told is None or tuple(weight.shape) != self._sizes or sharded:
+        if one_pass is None or tuple(weight.shape) != self._sizes or sharded:
             self._overwrite(self._requantized(weight, importance, name))
             return
         rotation = self.scheme.rotation
@@ -67,8 +67,8 @@ class Updatable:
         if largest is not None:
             fault = torch.zeros(1, dtype=torch.int32, device=q.device)
             known = None if rotation else largest.to(q.device)
-            weight_ops.quantize_weight_(weight, *told, q, scales, fault, known)
-        elif not weight_ops.load_weight_(weight, *told, q, scales, _CERTAIN[scales.dtype]).item():
+            weight_ops.quantize_weight_(weight, *one_pass, q, scales, fault, known)
+        elif not weight_ops.load_weight_(weight, *one_pass, q, scales, _CERTAIN[scales.dtype]).item():
             self._overwrite(self._requantized(weight, importance, name))  # raises if the weight is invalid
             return
         sums = self.weight_sums
@@ -245,14 +245,14 @@ def _importance(
     """Importance of layers that ``quantize_`` estimates from weights of other layers."""
     found = {}
     for name, module in weights.items():
-        others = [f"{other}.weight" for other in told_by(name.removesuffix(".weight"))]
+        others = [f"{other}.weight" for other in importance_sources(name.removesuffix(".weight"))]
         if not (isinstance(module.scheme, Int4Weight) and module.scheme.clip_search):
             continue
         if not (packed.keys() >= set(others) and state.keys() >= set(others)):
             continue
         tellers = (_oriented(packed[other], _whole(state[other])) for other in others)
-        parts = [told_part(weight, name.removesuffix(".weight")) for weight in tellers]
-        importance = told_importance(parts, module._weight_shapes()[-1][1])
+        parts = [importance_part(weight, name.removesuffix(".weight")) for weight in tellers]
+        importance = inferred_importance(parts, module._weight_shapes()[-1][1])
         if importance is not None:
             found[name] = importance
     return found

@@ -28,22 +28,22 @@ _MADE_BY = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3"), "wo": ("w
 _POWER_BEHIND_NORMS = 1.5
 
 
-def told_by(name: str) -> tuple[str, ...]:
+def importance_sources(name: str) -> tuple[str, ...]:
     """Names of the layers with weights from which the activations of layer ``name`` are estimated; may be empty."""
     parent, dot, own = name.rpartition(".")
     others = _MADE_BY.get(own) or ((_READ_BY[own],) if own in _READ_BY else ())
     return tuple(f"{parent}{dot}{other}" for other in others)
 
 
-def told_part(weight: Tensor, name: str) -> Tensor:
-    """float32: contribution of the weight of one of ``told_by(name)`` to ``told_importance`` of layer ``name``."""
+def importance_part(weight: Tensor, name: str) -> Tensor:
+    """float32: what the weight of one of ``importance_sources(name)`` adds to the importance of layer ``name``."""
     if name.rpartition(".")[2] in _MADE_BY:
         return _relative_squares(weight.detach(), 1)
     return estimate_importance(weight).pow_(_POWER_BEHIND_NORMS)
 
 
-def told_importance(parts: Sequence[Tensor], k: int) -> Tensor | None:
-    """float32 [k]: importance from the ``told_part`` of each layer of ``told_by``; None if their sizes do not fit."""
+def inferred_importance(parts: Sequence[Tensor], k: int) -> Tensor | None:
+    """float32 [k]: importance from the ``importance_part`` of all ``importance_sources``; None if sizes differ."""
     if not parts or any(part.shape[0] != k for part in parts):
         return None
     return parts[0] if len(parts) == 1 else torch.stack(tuple(parts)).prod(0)

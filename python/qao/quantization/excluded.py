@@ -17,7 +17,7 @@ ONE_OUTPUT = f"it has a single output, so quantizing saves nothing; {_REMEDY}"
 _GATES = {"gate", "gating", "moe_gate", "expert_gate", "shared_expert_gate"}
 
 
-def spared(model: nn.Module) -> dict[str, str]:
+def excluded_by_default(model: nn.Module) -> dict[str, str]:
     """Reasons for the excluded layers by name, without already quantized ones."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {}

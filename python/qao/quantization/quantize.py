@@ -15,7 +15,7 @@ from ..nn.experts import QuantProjection
 from ..nn.linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
 from ..nn.packed_module import PackedModule, Sharded
 from ..ops import modes
-from ..quant_primitives.importance import told_by, told_importance, told_part
+from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ..quant_primitives.integer import check_finite
 from ..schemes import Int4Weight, PackedWeight, Scheme
 from . import auto_group_size, fused_experts, listeners, targets
@@ -210,7 +210,7 @@ def _asked_again(
     found = []
     for layer in layers:
         row, module = layer.row, layer.module
-        if row.status != "already quantized" or not isinstance(module, PackedModule) or row.name in select.spared:
+        if row.status != "already quantized" or not isinstance(module, PackedModule) or row.name in select.excluded:
             continue
         name = row.name.rpartition(".")[0] if isinstance(module, QuantProjection) else row.name
         owner = model.get_submodule(name)
@@ -281,13 +281,13 @@ def importance_of(layers: list[targets.Layer]) -> dict[str, Tensor]:
     named = {layer.row.name: layer.module for layer in layers if is_linear(layer.module) and layer.scheme is not None}
     found = {}
     for layer in layers:
-        name, others = layer.row.name, told_by(layer.row.name)
+        name, others = layer.row.name, importance_sources(layer.row.name)
         weights = [linear_weight(named[other]) for other in others if other in named]
         searched = isinstance(layer.scheme, Int4Weight) and layer.scheme.clip_search
         if not (searched and weights) or len(weights) < len(others) or any(weight.is_meta for weight in weights):
             continue
-        parts = [told_part(weight, name) for weight in weights]
-        found[name] = told_importance(parts, linear_weight(layer.module).shape[1])
+        parts = [importance_part(weight, name) for weight in weights]
+        found[name] = inferred_importance(parts, linear_weight(layer.module).shape[1])
     return {name: importance for name, importance in found.items() if importance is not None}
 
 

@@ -13,7 +13,7 @@ from .. import _words
 from ..nn.linear import is_linear
 from ..schemes import Int4Weight, Scheme
 from .callbacks import by_name_and_module
-from .excluded import spared
+from .excluded import excluded_by_default
 
 Select = Callable[[str, nn.Module], Scheme | None]
 
@@ -23,7 +23,7 @@ class Selection:
     """Scheme of each layer from ``scheme`` in its three forms; results are checked."""
 
     choose: Select
-    spared: dict[str, str]  # layers excluded by default, with reasons
+    excluded: dict[str, str]  # layers excluded by default, with reasons
 
     def __call__(self, name: str, module: nn.Module) -> Scheme | None:
         chosen = self.choose(name, module)
@@ -41,14 +41,14 @@ def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Se
             f"function of name and module, not {scheme!r}{hint}"
         )
     if isinstance(scheme, Scheme):
-        return Selection(lambda name, module: scheme, spared(model))
+        return Selection(lambda name, module: scheme, excluded_by_default(model))
     if not isinstance(scheme, Mapping):
         return Selection(by_name_and_module(scheme, "quantize_: scheme"), {})
     modules = dict(model.named_modules(remove_duplicate=False))
     for key in scheme:
         if not any(matches(key, name) for name in modules):
             raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
-    kept = spared(model)
+    kept = excluded_by_default(model)
     # A key that also matches other layers does not select these layers; a key for only these does.
     others = [name for name, module in modules.items() if is_linear(module) and name not in kept] if kept else []
     for_all = {key for key in scheme if any(matches(key, name) for name in others)}

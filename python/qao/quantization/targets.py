@@ -113,8 +113,8 @@ def decide(
         layer.leave("excluded", "no scheme for it")
     elif filter is not None and not filter(row.name, module):
         layer.leave("excluded", "by the filter")
-    elif row.name in select.spared:
-        layer.leave("excluded", select.spared[row.name])
+    elif row.name in select.excluded:
+        layer.leave("excluded", select.excluded[row.name])
     elif any(part.startswith("lora_") for part in row.name.split(".")):
         layer.leave("excluded", "a LoRA adapter, which must stay trainable")
     elif reader is not None:

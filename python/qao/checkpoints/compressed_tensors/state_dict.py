@@ -49,13 +49,13 @@ def translate(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
     reason = can_write(scheme)
     if reason is not None or any(type(one) not in (Tensor, torch.nn.Parameter) for one in tensors.values()):
         raise ValueError(
-            f"{name}: the checkpoint holds entries of compressed-tensors, and this {layer._told()} "
+            f"{name}: the checkpoint holds entries of compressed-tensors, and this {layer._label()} "
             f"cannot load them: {reason or 'they are sharded'}. Use the model that the checkpoint was made from."
         )
     config = Settings(quantization_config({name: scheme}, []), f"{name} ({scheme})")
     found = read_layer(_Entries(tensors), name, groups_of(config)[0])
     stored = marker.Marker(scheme.to_dict(), found.out_features, found.in_features, layer.dtype)
-    marker.check(stored, layer._marker(), name, layer._told())
+    marker.check(stored, layer._marker(), name, layer._label())
     plain = found.read()
     if isinstance(scheme, Int4Weight):
         scheme = replace(scheme, scale_dtype=plain.scales.dtype)

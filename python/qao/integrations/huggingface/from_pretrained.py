@@ -346,7 +346,7 @@ def _from_state(
     later = None  # the scheme for float layers of a partly quantized checkpoint
     if checkpoint.layers:
         later = quantization
-        schemes = _told(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
+        schemes = _config_layers(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
         schemes = {_renamed(name, renaming): one for name, one in schemes.items()}
         config.quantization_config = QaoConfig(layers=schemes).to_dict()
     elif quantization is not None:
@@ -447,7 +447,7 @@ def _renamed(name: str, renaming: Mapping[str, str]) -> str:
     return name
 
 
-def _told(local: Path) -> Mapping[str, Scheme]:
+def _config_layers(local: Path) -> Mapping[str, Scheme]:
     """The layers in a qao config.json. In files, some models use other names (block_sparse_moe)."""
     content = _content(local).get("quantization_config") if local.suffix != ".gguf" else None
     if not isinstance(content, dict) or content.get("quant_method") != "qao":
@@ -500,8 +500,8 @@ def _config(
     for part in (config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))):
         quantization = getattr(part, "quantization_config", None)
         if isinstance(quantization, dict) and quantization.get("quant_method") == "qao" and quantization.get("dtype"):
-            told: Any = QaoConfig.from_dict(quantization)
-            config.dtype = told.dtype  # a dtype, not its name: Apertus creates tensors with it
+            stored: Any = QaoConfig.from_dict(quantization)
+            config.dtype = stored.dtype  # a dtype, not its name: Apertus creates tensors with it
         if quantization is not None:
             del part.quantization_config
     return config, rest

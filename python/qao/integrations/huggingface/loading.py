@@ -14,7 +14,7 @@ from ...nn.experts import QuantExperts
 from ...nn.linear import QuantLinear, linear_weight, pack_weight
 from ...nn.marker import Marker
 from ...nn.packed_module import PackedModule
-from ...quant_primitives.importance import told_by, told_importance, told_part
+from ...quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ...quantization import targets
 from ...quantization.auto_group_size import is_auto
 from ...quantization.fused_experts import Arriving, find, is_fused
@@ -49,8 +49,8 @@ class Loader:
         self.pending: dict[str, targets.Layer] = {}
         self.experts = Arriving()
         self.dtypes: dict[str, torch.dtype] = {}
-        self._told: dict[tuple[str, str], Tensor] = {}  # importance by target layer and source layer
-        self._tells: dict[str, list[str]] = {}  # target layers by source layer
+        self._parts: dict[tuple[str, str], Tensor] = {}  # importance by target layer and source layer
+        self._targets: dict[str, list[str]] = {}  # target layers by source layer
         self._waiting: dict[str, list[targets.Layer]] = {}  # layers that wait for another layer's weight, by its name
         self.hidden: set[str] = set()
         self._schemes: dict[str, Scheme] = {}  # by layer name, once the model is known
@@ -226,8 +226,8 @@ class Loader:
             elif layer.scheme is not None and alone:
                 self.pending.update(dict.fromkeys(names, layer))
                 if isinstance(layer.scheme, Int4Weight) and layer.scheme.clip_search:
-                    for other in told_by(layer.row.name):
-                        self._tells.setdefault(other, []).append(layer.row.name)
+                    for other in importance_sources(layer.row.name):
+                        self._targets.setdefault(other, []).append(layer.row.name)
         self.experts = Arriving(find(model, select, keep))
 
     def takes(self, name: str) -> bool:
@@ -254,10 +254,10 @@ class Loader:
         for other in [other for other, found in self.pending.items() if found is layer]:
             del self.pending[other]
         name = layer.row.name
-        for told in self._tells.pop(name, []):
-            self._told[told, name] = told_part(linear_weight(layer.module), told)
+        for target in self._targets.pop(name, []):
+            self._parts[target, name] = importance_part(linear_weight(layer.module), target)
         for ready in (layer, *self._waiting.pop(name, [])):
-            missing = [other for other in told_by(ready.row.name) if f"{other}.weight" in self.pending]
+            missing = [other for other in importance_sources(ready.row.name) if f"{other}.weight" in self.pending]
             if missing and isinstance(ready.scheme, Int4Weight):
                 self._waiting.setdefault(missing[0], []).append(ready)
             else:
@@ -265,9 +265,9 @@ class Loader:
 
     def _replace(self, layer: targets.Layer) -> None:
         assert layer.scheme is not None
-        name, weight, others = layer.row.name, linear_weight(layer.module), told_by(layer.row.name)
-        parts = [self._told.pop((name, other)) for other in others if (name, other) in self._told]
-        importance = told_importance(parts, weight.shape[1]) if len(parts) == len(others) else None
+        name, weight, others = layer.row.name, linear_weight(layer.module), importance_sources(layer.row.name)
+        parts = [self._parts.pop((name, other)) for other in others if (name, other) in self._parts]
+        importance = inferred_importance(parts, weight.shape[1]) if len(parts) == len(others) else None
         packed = pack_weight(weight, layer.scheme, None, name, importance)
         layer.module = made = QuantLinear.from_packed(layer.module, layer.scheme, packed)
         for parameter in made.parameters():

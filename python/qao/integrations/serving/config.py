@@ -24,7 +24,7 @@ class Served:
         self.layers, self.engine = dict(layers), engine
         self.loads = False  # set when a layer is loaded from a checkpoint; stays False with dummy weights
         self._asked: set[str] = set()
-        self._told = False
+        self._warned = False
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], engine: str) -> Served:
@@ -110,9 +110,9 @@ class Served:
 
         Blocks without any requested layer are skipped: they belong to other pipeline stages, or are unused.
         """
-        if self._told:
+        if self._warned:
             return
-        self._told = True
+        self._warned = True
         made, left = {_block(one) for one in self._asked}, [one for one in self.layers if one not in self._asked]
         whole = all(_block(one) in {"", *made} for one in left)
         if found := [one for one in left if _block(one) in made or (whole and not _block(one))]:

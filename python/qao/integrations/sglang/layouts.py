@@ -31,8 +31,8 @@ class ServedByQao:
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         own = super().get_quant_method(layer, prefix)  # type: ignore[misc]
-        beside = _choice()
-        return own if beside is None else beside(own, layer, prefix)
+        choose = _choice()
+        return own if choose is None else choose(own, layer, prefix)
 
 
 @cache
@@ -42,11 +42,11 @@ def _choice() -> Callable[[Any, nn.Module, str], Any] | None:
     In that case an error is logged and SGLang uses its own kernels.
     """
     try:
-        from .method import beside
+        from .method import choose
     except Exception as error:
         common.say_failed("sglang", "linear layers", error)
         return None
-    return beside
+    return choose
 
 
 def _class_of(config: type) -> type:

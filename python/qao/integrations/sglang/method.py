@@ -43,7 +43,7 @@ _KERNELS: dict[type, Callable[[Any, nn.Module, Share], Kernel | str]] = {
 _ASKED_FOR = ("quant_config", "quantization_config", "weight_block_size")
 
 
-def beside(own: Any, layer: nn.Module, name: str) -> Any:
+def choose(own: Any, layer: nn.Module, name: str) -> Any:
     """qao's method for a layer with SGLang's method ``own``, or ``own`` itself."""
     if isinstance(layer, FusedMoE):
         return beside_experts(own, layer, name)

@@ -31,12 +31,12 @@ def _deterministic() -> bool:
         return False
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def _once(key: str, message: str, *of: object) -> None:
-    if key not in _told:
-        _told.add(key)
+    if key not in _logged:
+        _logged.add(key)
         logger.info(message, *of)
 
 
