@@ -1,4 +1,4 @@
-"""``python -m bench int4 --device cpu`` measures; ``python -m bench table`` puts the results into the documents."""
+"""Command line of the benchmarks: ``bench int4`` measures, ``bench table`` updates the documents."""
 
 from __future__ import annotations
 

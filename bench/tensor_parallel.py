@@ -1,4 +1,4 @@
-"""Decoder blocks under tensor parallelism: microseconds of a decode step and of a prompt, eager and compiled.
+"""Decoder blocks under tensor parallelism: time of a decode step and a prompt, eager and compiled.
 
     torchrun --nproc-per-node 4 -m bench.tensor_parallel                         # 1, 2 and 4 GPUs, every scheme
     torchrun --nproc-per-node 2 -m bench.tensor_parallel --preset tiny --device cpu --prompt 32   # to try it

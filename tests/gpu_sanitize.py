@@ -1,8 +1,8 @@
-"""Runs smaller GPU tests of the operators under compute-sanitizer: ``python tests/gpu_sanitize.py memcheck racecheck``.
+"""Runner of GPU tests under compute-sanitizer: ``python tests/gpu_sanitize.py memcheck racecheck``.
 
-Needs a GPU and compute-sanitizer. The tools slow kernels down a hundredfold, so a tool runs as many tests as its time
-allows (``--seconds``), in an order shuffled by ``--seed``, in several processes side by side. Each tensor has
-its own allocation, so that memcheck detects accesses past its end. Exit status 1 if a tool found an error or a test
+Needs a GPU and compute-sanitizer. The tools slow kernels down a hundredfold, so only the smaller tests run, as many as
+fit into ``--seconds``, in an order shuffled by ``--seed`` and in parallel processes. Each tensor has its own
+allocation, so that memcheck detects accesses past its end. The exit status is 1 if a tool found an error or a test
 failed.
 """
 

@@ -1,4 +1,4 @@
-"""Runs the cases of tests/serving with an engine's own Python sources, in a process of their own."""
+"""Runner of tests/serving: cases with an engine's own Python sources, in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator library uses only the LibTorch stable ABI of torch 2.11."""
+"""Symbols of the operator library: only those of the LibTorch stable ABI of torch 2.11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may happen between forward and backward of a layer: as of nn.Linear, with errors as torch's."""
+"""Changes between forward and backward of a layer: the results and errors of nn.Linear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``qao quantize --calibrate``."""
+"""The command ``qao quantize --calibrate``."""
 
 from __future__ import annotations
 

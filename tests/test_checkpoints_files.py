@@ -1,4 +1,4 @@
-"""Opening: which file, which format, shards, laziness; and files made to do harm."""
+"""Opening of checkpoints: choice of file and format, shards, laziness, and malicious files."""
 
 from __future__ import annotations
 

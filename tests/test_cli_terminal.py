@@ -1,4 +1,4 @@
-"""Every command as users run it: in a fresh process, under a pseudo terminal, or with its output in a pipe."""
+"""Commands as users run them: in a fresh process, with a pseudo terminal, or with output to a pipe."""
 
 from __future__ import annotations
 

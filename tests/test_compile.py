@@ -1,4 +1,4 @@
-"""opcheck, and torch.compile: one graph, no recompilation when M changes, under every mode of inference."""
+"""opcheck and torch.compile: one graph, no recompilation when M changes, in every inference mode."""
 
 from __future__ import annotations
 

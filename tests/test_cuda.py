@@ -1,4 +1,4 @@
-"""What only a GPU has: graphs, streams, several devices, layers of full size."""
+"""Features of GPUs: graphs, streams, several devices, layers of full size."""
 
 from __future__ import annotations
 

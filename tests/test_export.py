@@ -1,4 +1,4 @@
-"""torch.export and AOTInductor: every scheme leaves the process, and comes back without the Python of qao."""
+"""torch.export and AOTInductor with every scheme: exported programs run without the Python of qao."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of qao.from_pretrained against transformers' own result, and checkpoints of ModelOpt and AutoRound."""
+"""Arguments of qao.from_pretrained compared with transformers; ModelOpt and AutoRound checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/gpu_sanitize.py makes of the output of compute-sanitizer's tools."""
+"""The parser of compute-sanitizer's output in tests/gpu_sanitize.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pack_int4, unpack_int4, dequantize_int4 against the layout as cuda/int4/layout.h draws it."""
+"""pack_int4, unpack_int4, dequantize_int4 against the layout in cuda/int4/layout.h."""
 
 from __future__ import annotations
 

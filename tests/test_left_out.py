@@ -1,4 +1,4 @@
-"""Which layers quantize_ replaces and which it leaves: subclasses of nn.Linear, routers, sharded layers."""
+"""Choice of layers that quantize_ replaces: subclasses of nn.Linear, routers, sharded layers."""
 
 from __future__ import annotations
 

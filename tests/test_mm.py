@@ -1,4 +1,4 @@
-"""Every product against float64: sizes, formats, dtypes, views of x, special values."""
+"""Every GEMM operator against float64: sizes, formats, dtypes, views of x, special values."""
 
 from __future__ import annotations
 

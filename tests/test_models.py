@@ -1,5 +1,4 @@
-"""Architectures of transformers at small size: a quantized model computes what the same model does with the dequantized
-weights."""
+"""Small quantized transformers models against float models with the dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""add_rms_norm_int4_mm, a product with RMSNorm before it and SiLU-multiply after it, against float64."""
+"""add_rms_norm_int4_mm, a GEMM with RMSNorm before it and SiLU-multiply after it, against float64."""
 
 from __future__ import annotations
 

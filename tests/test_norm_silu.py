@@ -1,4 +1,4 @@
-"""add_rms_norm and silu_mul, what stands between linear layers, against float64."""
+"""add_rms_norm and silu_mul, the operators between linear layers, against float64."""
 
 from __future__ import annotations
 

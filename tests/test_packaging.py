@@ -1,6 +1,7 @@
-"""What importing and installing qao does to a Python process and an environment.
+"""Effects of importing and installing qao on a Python process and an environment.
 
-The tests marked `packaging` build and install it in fresh places: minutes, and the network where pip isolates builds.
+The tests marked `packaging` build and install it in new environments: they take minutes, and the network where pip
+isolates builds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Words that this project does not use in docs, comments, docstrings and messages (docs/glossary.md has the field's).
+"""Words that docs, comments, docstrings and messages avoid; docs/glossary.md has the words to use.
 
 ``LEFT`` counts the uses that are left. It only shrinks: lower a number when you rewrite a sentence.
 """

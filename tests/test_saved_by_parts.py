@@ -1,4 +1,4 @@
-"""State dicts of quantized models and of their parts, loaded into models of floats as libraries do it."""
+"""State dicts of quantized models and their parts, loaded into float models as libraries do it."""
 
 from __future__ import annotations
 

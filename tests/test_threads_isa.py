@@ -1,4 +1,4 @@
-"""CPU only: every instruction set by QAO_CPU_ISA, numbers of threads, calls from several Python threads."""
+"""CPU kernels with every QAO_CPU_ISA, several thread counts, and calls from several Python threads."""
 
 from __future__ import annotations
 

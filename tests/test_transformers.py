@@ -1,4 +1,4 @@
-"""transformers: quantized while it loads, in bounded memory; checkpoints of others; what reload keeps."""
+"""transformers: quantization while loading, in bounded memory; third-party checkpoints; reloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own layer classes with qao's kernels: see tests/serving/vllm_cases.py and vllm_native_cases.py."""
+"""vLLM's own layer classes with qao's kernels: see the cases tests/serving/vllm_*.py."""
 
 from __future__ import annotations
 

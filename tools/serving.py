@@ -1,7 +1,7 @@
-"""The Python sources of vLLM and SGLang, for tests/test_vllm.py and tests/test_sglang.py: ``python serving.py FOLDER``.
+"""Download of vLLM's and SGLang's Python sources for their tests: ``python tools/serving.py FOLDER``.
 
-pip downloads their wheels (375 MB, some seconds), of which the Python files stay (140 MB). Neither is installed: their
-dependencies are gigabytes that no test needs, and they ask for other versions of what tests have.
+pip downloads their wheels (375 MB, some seconds), and the Python files are kept (140 MB). Neither package is installed:
+no test needs their gigabytes of dependencies, which also conflict with versions that the tests use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python tools/workers.py MOST``: pytest's options for a worker a CPU; none without pytest-xdist, or with one CPU."""
+"""Pytest options for one worker per CPU: ``python tools/workers.py MOST``; none for a single CPU."""
 
 import os
 import sys

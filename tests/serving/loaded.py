@@ -1,4 +1,4 @@
-"""A layer of a serving engine with the weights of a checkpoint, as one of several processes has it."""
+"""A serving engine's layer with the weights of a checkpoint, in one of several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes vLLM importable on this machine's CPU, without its compiled part; imports nothing of it."""
+"""Stand-ins that make vLLM importable on a CPU without its compiled part; imports nothing from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes what building and testing for aarch64 on another machine takes, in build/aarch64; run again, it does nothing.
+"""Environment to build and test for aarch64 on another machine, in build/aarch64; created once.
 
     python tools/aarch64/environment.py programs   # the cross compiler, from the system's packages
     python tools/aarch64/environment.py torch      # and torch's own wheel for aarch64, to link with

@@ -1,4 +1,4 @@
-"""Refinement of a quantized weight after GPTQ: coordinate descent that alternates between scales and codes."""
+"""Refinement of a weight after GPTQ: coordinate descent that alternates between scales and codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism for quantized layers: styles for ``torch.distributed.tensor.parallel.parallelize_module``."""
+"""Tensor parallelism for quantized layers: styles for torch's ``parallelize_module``."""
 
 from __future__ import annotations
 

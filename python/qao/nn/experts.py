@@ -1,4 +1,4 @@
-"""QuantExperts: quantized MoE experts, with one stacked weight tensor and one grouped GEMM per projection.
+"""QuantExperts: quantized MoE experts with one stacked weight and one grouped GEMM per projection.
 
 The forward permutes tokens by expert (a stable sort with sizes independent of the routing), runs the up projection with
 a fused gather, the gate and the down projection, and combines the weighted rows of each token.

@@ -1,4 +1,4 @@
-"""Activation quantization, its fusions with norms and gates, and GEMMs of quantized activations. No gradients.
+"""Activation quantization, its fusions with norms and gates, and its GEMMs, without gradients.
 
 Sizes: M tokens, N = out_features, K = in_features. x is [..., K] in float32, float16 or bfloat16 ("a float dtype"),
 with any strides; results are contiguous. weight_ops.py documents packed weights.

@@ -1,4 +1,4 @@
-"""Dequantization of the weight of every GEMM: W [N, K] in a float dtype, computed in float32 and rounded once."""
+"""Dequantization of packed weights: W [N, K] in a float dtype, computed in float32 and rounded once."""
 
 from __future__ import annotations
 

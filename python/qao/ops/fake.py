@@ -1,4 +1,4 @@
-"""Fake kernels: shape, dtype, stride and device of every operator's result, for tracing and for the meta device."""
+"""Fake kernels: shape, dtype, stride and device of every operator's result, for tracing and meta."""
 
 from __future__ import annotations
 

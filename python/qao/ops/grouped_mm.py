@@ -1,4 +1,4 @@
-"""Differentiable grouped GEMMs by weight format. grouped_autograd.py defines their arguments and result."""
+"""Differentiable grouped GEMMs by weight format; grouped_autograd.py defines arguments and result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MoE routing: ``expert_topk`` selects experts, ``expert_sort`` permutes tokens, ``expert_sum`` unpermutes."""
+"""MoE routing: ``expert_topk`` selects experts, ``expert_sort`` permutes, ``expert_sum`` unpermutes."""
 
 from __future__ import annotations
 

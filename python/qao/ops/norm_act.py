@@ -1,4 +1,4 @@
-"""Differentiable ``add_rms_norm``, ``silu_mul`` and ``swiglu``, the operators between a block's linear layers.
+"""Differentiable ``add_rms_norm``, ``silu_mul`` and ``swiglu``, used between linear layers.
 
 The raw operators of the same names (``torch.ops.qao``) have no gradients. On Hopper the kernels use programmatic
 dependent launch (PDL) with the preceding kernel and with qao's following GEMM.

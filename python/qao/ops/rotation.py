@@ -1,4 +1,4 @@
-"""Hadamard rotation of a layer's activations: W x = (W Rᵀ) (R x), with a smaller quantization error of R x.
+"""Hadamard rotation of activations: W x = (W Rᵀ) (R x), with a smaller quantization error of R x.
 
 R is block-diagonal with orthogonal Hadamard matrices, which spread an outlier of x over the columns of its block. The
 layer stores W Rᵀ, and the GEMM operator multiplies x by R before it quantizes x. Every block is its own inverse.

@@ -1,4 +1,4 @@
-"""Single-threaded CPU loops over small parts: waiting for a thread pool is slow on a machine with other load."""
+"""Single-threaded CPU loops over small parts: waiting for a thread pool is slow on a busy machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Automatic int4 group sizes within a bit budget: ``Int4WeightOnly(group_size="auto", budget_bits=4.5)``.
+"""Automatic int4 group sizes within a bit budget: ``group_size="auto"`` with ``budget_bits``.
 
 For each layer and size it measures the relative output error ‖(W - Ŵ) X‖² / ‖W X‖², with calibration inputs X or,
 without data, with the column importance of the clipping search. The selection minimizes the sum of these over layers.

@@ -1,4 +1,4 @@
-"""Linear layers excluded by default: routers and layers with one output, which are small and sensitive to errors."""
+"""Linear layers excluded by default: small, sensitive ones (routers and layers with one output)."""
 
 from __future__ import annotations
 
