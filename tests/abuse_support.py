@@ -136,7 +136,7 @@ class _Subclass(Tensor):
 
 
 def freed(t: Tensor) -> Tensor:
-    """A tensor with freed storage, as FSDP leaves them."""
+    """A tensor with freed storage, as FSDP leaves it."""
     t = t.clone()
     t.untyped_storage().resize_(0)
     return t

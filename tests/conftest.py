@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ]
 )
 def device(request: pytest.FixtureRequest) -> str:
-    """ "cpu", and "cuda" wherever torch sees a GPU."""
+    """ "cpu", and "cuda" where torch finds a GPU."""
     return str(request.param)
 
 

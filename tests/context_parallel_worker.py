@@ -37,7 +37,7 @@ SCHEMES = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENS = 64 * WORLD
-# One kernel per dtype, so that all ranks choose alike.
+# One kernel per dtype, so that all ranks choose the same one.
 KERNELS = {
     ("cpu", torch.float32): SDPBackend.FLASH_ATTENTION,
     ("cpu", torch.bfloat16): SDPBackend.FLASH_ATTENTION,

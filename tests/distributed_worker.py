@@ -150,7 +150,7 @@ def fsdp2_takes_new_weights(folder: Path) -> None:
 @case
 @torch.no_grad()
 def fsdp2_holds_its_part_and_a_layer(folder: Path) -> None:
-    """Memory of a rank: 1/world of the weights, plus in a pass the current layer and the prefetched one."""
+    """Memory of a rank: 1/world of the weights, plus the current and the prefetched layer during a pass."""
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
     qao.quantize_(model, qao.Int8WeightOnly(clip_search=False), progress=False)
     layer = sum(parameter.nbytes for parameter in model[0].parameters())

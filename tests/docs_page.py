@@ -104,7 +104,7 @@ def reason_not_run(command: str) -> str | None:
 
 
 def run_shell(script: str, folder: Path, environment: dict[str, str], timeout: float = 300) -> str:
-    """What bash prints to a terminal; RuntimeError with it, where a command fails or nothing comes for `timeout`."""
+    """The terminal output of bash. Raises RuntimeError with it if a command fails or prints nothing for `timeout`."""
     master, slave = pty.openpty()
 
     def take_terminal() -> None:
@@ -145,7 +145,7 @@ def run_shell(script: str, folder: Path, environment: dict[str, str], timeout: f
 
 
 def missing_packages(page: Path) -> list[str]:
-    """Optional packages that the page's Python imports, and this environment lacks."""
+    """Optional packages that the page's Python imports and this environment lacks."""
     imported = set()
     for block in blocks(page, "python", "setup", "check"):
         for node in ast.walk(ast.parse(block.text)):
@@ -159,7 +159,7 @@ def missing_packages(page: Path) -> list[str]:
 
 
 def environment_for(folder: Path) -> dict[str, str]:
-    """Of the page's process: the hub's stand-ins, and programs named qao and python that are the ones under test."""
+    """Environment of the page's process: stand-ins for the hub, and the qao and python under test."""
     programs = folder / ".bin"
     programs.mkdir()
     for name, arguments in {"python": "", "qao": "-m qao"}.items():

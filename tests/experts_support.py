@@ -80,7 +80,7 @@ class Experts:
     def check(
         self, y: Tensor, x: Tensor, counts: list[int], row_index: Tensor | None, row_scale: Tensor | None
     ) -> None:
-        """Of ``truth``, and zeros in rows that no expert has."""
+        """``truth``, with zeros in rows that belong to no expert."""
         rows = sum(counts)
         assert rows <= y.shape[0] and not y[rows:].any()
         if rows == 0:
@@ -144,7 +144,7 @@ def poison(device: str) -> None:
 
 
 def nearest(offsets: list[int], rows: int) -> list[int]:
-    """The counts of rows that a GPU makes of any offsets."""
+    """The row counts that a GPU computes from any offsets."""
     end, counts = 0, []
     for offset in offsets:
         last, end = end, max(end, min(offset, rows))

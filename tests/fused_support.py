@@ -128,7 +128,7 @@ def expected(
 
 
 def check(y: Tensor, dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor, ids: Tensor, **options: Any) -> None:
-    """As near as loops that round where layers in bfloat16 do."""
+    """Checks that y is as near as loops that round where bfloat16 layers do."""
     exact, rounded = (expected(dense, x, weights, ids, dtype, **options) for dtype in (torch.float64, DTYPE))
     assert y.shape == (len(x), K)
     error, plain = (y.double() - exact).norm(), (rounded.to(DTYPE).double() - exact).norm()

@@ -45,7 +45,7 @@ Outcomes = dict[str, str]  # "passed", "skipped" or "failed" by test
 
 
 def outcomes(lines: Iterable[str]) -> Outcomes:
-    """Of one run: who failed anywhere has failed."""
+    """Outcomes of one run: a test that failed in any phase has failed."""
     found: Outcomes = {}
     for test, outcome in map(json.loads, lines):
         found[test] = "failed" if found.get(test) == "failed" else outcome
@@ -62,7 +62,7 @@ def earlier_runs() -> list[Outcomes]:
 
 
 def merged(runs: Sequence[Outcomes]) -> tuple[Outcomes, list[str]]:
-    """The last outcome of each test, and which of them were not the first."""
+    """The last outcome of each test, and the tests that had an earlier one."""
     last: Outcomes = {}
     again = set()
     for run in runs:
@@ -72,7 +72,7 @@ def merged(runs: Sequence[Outcomes]) -> tuple[Outcomes, list[str]]:
 
 
 def without_gone(last: Outcomes, this: Outcomes) -> Outcomes:
-    """Without those that failed and that a run of all that had failed did not meet: they are no tests any more."""
+    """Drops failed tests that a rerun of all failed tests did not find: they no longer exist."""
     return {test: outcome for test, outcome in last.items() if outcome != "failed" or test in this}
 
 
@@ -123,7 +123,7 @@ def write(report: dict[str, Any]) -> None:
 
 
 def foreign() -> str | None:
-    """Why the report on disk is not one of the present sources; None if it is."""
+    """Why the report on disk is not about the present sources; None if it is."""
     if not REPORT.exists():
         return f"{REPORT.relative_to(ROOT)} is missing"
     made_from = json.loads(REPORT.read_text())["source_hash"]
@@ -133,7 +133,7 @@ def foreign() -> str | None:
 
 
 def stale() -> str | None:
-    """Why the report on disk says nothing good about the present sources; None if it does."""
+    """Why the report on disk does not approve the present sources; None if it does."""
     if reason := foreign():
         return reason
     report = json.loads(REPORT.read_text())

@@ -48,7 +48,7 @@ def share() -> list[int]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """As a pytest plugin: keeps this process's share of the smaller tests that run on a GPU."""
+    """Pytest plugin: keeps this process's share of the smaller GPU tests."""
     first, step, seed, _ = share()
     smaller = [item for item in items if "cuda" in item.nodeid and not _LARGE.search(item.nodeid)]
     random.Random(seed).shuffle(smaller)
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_runtest_protocol() -> bool | None:
-    """As a pytest plugin: what would begin past the end does not run, and is not reported as if it had."""
+    """Pytest plugin: tests that would begin after the end of the time neither run nor appear in the report."""
     return True if time.time() > share()[3] else None
 
 
@@ -116,10 +116,10 @@ def judge(tool: str, lines: list[str]) -> Verdict:
 
 
 def reports_of(lines: list[str]) -> list[list[str]]:
-    """What the tool reported, each with the test that it came in."""
+    """The tool's reports, each with the test in which it appeared."""
     reports, test = [], ""
     for i, line in enumerate(lines):
-        before, mark, said = line.partition("=========")  # pytest may not have ended its line
+        before, mark, said = line.partition("=========")  # pytest's line may be unfinished
         test = before.strip() if ".py::" in before else test
         if _REPORT.match(mark + said):
             block = lines[i + 1 : i + 12]

@@ -7,9 +7,9 @@ from qao.quant_primitives.integer import Codes, chunks, quotient
 from torch import Tensor
 from torch.nn import functional
 
-# Steps by which values may miss a grid of sixteen, and its zero point a whole number: as in quantize_group.h.
+# Tolerances in steps: of values from a grid of sixteen, and of its zero point from an integer, as in quantize_group.h.
 _GRID_TOLERANCE, _WHOLE_TOLERANCE = 2.0**-4, 2.0**-12
-_LARGEST_ZERO = 64.0  # magnitude of a zero point that is no whole number
+_LARGEST_ZERO = 64.0  # magnitude of a float zero point
 
 
 def find_grids(values: Tensor, codes: Codes, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +116,7 @@ def refit(
         after = (scale + slope).to(scale_dtype).float()
         # What rounding the scale leaves over is the zero point's as well.
         moved = (zero - (errors + (scale - after) * step) / (after * ones)).to(scale_dtype).float()
-        # One that got no better stays at its best, from where it would come the same way again.
+        # A group that did not improve keeps its best: another step from there would repeat.
         usable = better & (after > smallest) & after.isfinite() & (moved.abs() < _LARGEST_ZERO)
         scale, zero = torch.where(usable, after, best_scale), torch.where(usable, moved, best_zero)
     return best_scale, best_zero

@@ -33,7 +33,7 @@ def generator(seed: int) -> torch.Generator:
 class Activation:
     """The transformation of x [M, K] before the GEMM."""
 
-    format: str = "float"  # as it comes, "int8" or "fp8"
+    format: str = "float"  # "float" (not quantized), "int8" or "fp8"
     symmetric: bool = True  # int8
     group_size: int = -1  # fp8: columns that share a scale; -1 a row, 0 all of x
     static_scale: float | None = None  # fp8, group_size 0
@@ -80,7 +80,7 @@ class Activation:
         return step * (1 + 2.0**-20)  # the scale and its reciprocal are rounded to float32
 
     def slack(self, x: Tensor, dense: Tensor) -> Tensor:
-        """[M, N]: what rounding may add to a product, beyond that of plain torch on x̂, because of how x is stored."""
+        """[M, N]: extra rounding error of a GEMM, compared with plain torch on x̂, because of how x is stored."""
         if self.format == "int8" and not self.symmetric:
             # Sums of q, which is not centered (a kernel may shift by 128 to have it unsigned), and of the zero
             # points, which then cancel: each is rounded to float32. Nibbles enter unsigned, about twice |W|.
@@ -119,7 +119,7 @@ class Weight:
     activation: Activation
 
     def slack(self, x: Tensor) -> Tensor:
-        """[M, N]: what rounding may add to a product, beyond plain torch on x̂, because of how both are stored."""
+        """[M, N]: extra rounding error of a GEMM, compared with plain torch on x̂, because of how both are stored."""
         slack = self.activation.slack(x, self.dense)
         if self.operands[0].dim() == 3:
             # Four bits: zero points may come off as their product with the sum of x. Where x has a mean, that product,
@@ -149,7 +149,7 @@ class Parts:
     zeros: Tensor | None = None  # int4; fp4: the divisor [N]
     group_size: int | None = None  # int4, fp4
     is_float: bool = False  # fp4
-    row_scales: Tensor | None = None  # [N], of which int4's scales are factors
+    row_scales: Tensor | None = None  # [N]: int4's scales are multiples of them
 
     def with_rows_times(self, factors: Tensor) -> Parts:
         """The same weight with row n multiplied by factors[n], powers of two."""
@@ -196,7 +196,7 @@ class Parts:
 @dataclass(frozen=True)
 class Int4Format:
     """How an int4 weight is quantized; ``zeros`` is "none" (symmetric), "integer" or "float"; or "rows" and
-    "powers": symmetric, with scales that are whole numbers or powers of two times one of their row."""
+    "powers": symmetric, with scales that are integers or powers of two times one scale of their row."""
 
     group_size: int = 128
     zeros: str = "none"

@@ -43,7 +43,7 @@ PLACES = [("cpu", WORLD), *([("cuda", torch.cuda.device_count())] if torch.cuda.
 
 
 def launch(worker: Path, folders: pytest.TempPathFactory, place: tuple[str, int], timeout: int = 600) -> list[Raised]:
-    """What each case of ``worker`` raised in each process. Workers of pytest-xdist, which may share the tests of a
+    """The errors of each case of ``worker`` in each process. Workers of pytest-xdist, which may share the tests of a
     file, launch it once and no two at a time."""
     shared = folders.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -60,7 +60,7 @@ def launch(worker: Path, folders: pytest.TempPathFactory, place: tuple[str, int]
 
 
 def _run_ranks(worker: Path, folder: Path, place: tuple[str, int], timeout: int) -> str:
-    """Runs ``python worker RANK FOLDER`` for each rank; kills all if one of them hangs. Returns what went wrong."""
+    """Runs ``python worker RANK FOLDER`` for each rank; kills all if one of them hangs. Returns the errors."""
     device, world = place
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "QAO_TEST_DEVICE": device, "QAO_TEST_WORLD": str(world)}
     if device == "cpu":
@@ -89,7 +89,7 @@ def _codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
 
 
 class Collectives(TorchDispatchMode):
-    """What the process asks of others inside it: ``names`` of operators, ``sizes`` of their first tensors in bytes."""
+    """Records communication inside it: ``names`` of operators, ``sizes`` in bytes of their first tensors."""
 
     def __init__(self) -> None:
         super().__init__()

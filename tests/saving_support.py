@@ -19,7 +19,7 @@ CONTAINERS = ("qao", "torch", "safetensors", "dcp", "transformers", "transformer
 
 
 def importable(container: str) -> bool:
-    """Whether its library is there and works (diffusers and transformers may ask for different versions of others)."""
+    """Whether its library is installed and works (diffusers and transformers may need conflicting versions)."""
     library = container.partition("_")[0]
     entry = {"transformers": "transformers", "diffusers": "diffusers.models.modeling_utils"}
     try:
@@ -93,7 +93,7 @@ def load(container: str, scheme: Any, path: Path) -> Any:
 
 
 def load_plain(container: str, path: Path, model: nn.Module, **options: Any) -> None:
-    """Into a model that is there, as anybody would, with qao or without."""
+    """Loads into an existing model, with or without qao."""
     if container == "torch":
         model.load_state_dict(torch.load(path / "x.pt", weights_only=True), **options)
     elif container == "dcp":
@@ -156,7 +156,7 @@ def main(what: str, directory: Path) -> None:
                 found = run(model, container)
             error = (found.float() - expected.float()).abs().max().item() / expected.float().abs().max().item()
             results[case.name] = {"equal": torch.equal(found, expected), "error": error}
-        except BaseException as raised:  # that of torch.distributed.checkpoint is no Exception
+        except BaseException as raised:  # torch.distributed.checkpoint raises a BaseException
             results[case.name] = {"raised": f"{type(raised).__name__}: {raised}", "log": log.getvalue()}
         for library in ("transformers", "diffusers"):
             logging.getLogger(library).removeHandler(handler)

@@ -76,13 +76,13 @@ def quantized(scheme: qao.Scheme, model: nn.Module | None = None) -> nn.Module:
 
 
 def close(got: Tensor, expected: Tensor, exact: Tensor) -> None:
-    """``got`` is at most twice as far from what float64 gives as ``expected`` is; both are sums in float32."""
+    """``got`` is at most twice as far from the float64 result as ``expected``; both are float32 sums."""
     error = (expected.double() - exact).norm()
     assert (got.double() - exact).norm() <= 2 * error + 1e-6 * exact.norm(), (got, expected)
 
 
 def same(got: Tensor, expected: Tensor, scheme: qao.Scheme | None = None) -> None:
-    """Bit for bit on the CPU, but for sums of e4m3; a GPU may add up N / world rows in another order than N."""
+    """Bit for bit on the CPU, except for e4m3 sums; a GPU may add N / world rows in a different order than N."""
     if DEVICE == "cpu" and (scheme is None or scheme.weights != "fp8"):
         assert torch.equal(got, expected)
     else:
@@ -90,7 +90,7 @@ def same(got: Tensor, expected: Tensor, scheme: qao.Scheme | None = None) -> Non
 
 
 def in_float64(model: nn.Module, x: Tensor) -> Tensor:
-    """The float model, without any rounding but that of its weights."""
+    """The float model, with rounded weights and no other rounding."""
     return copy.deepcopy(model).double()(x.double())
 
 
@@ -104,7 +104,7 @@ def check_scheme(scheme: qao.Scheme) -> None:
     assert trace.names == ["allreduce_"], trace.names
     close(y, expected, exact)
     if scheme.activations == "float" or "block" in str(scheme) or scheme.activation_scale is not None:
-        # The same codes, scales and activations: nothing is left but the order of sums of products in float32.
+        # The codes, scales and activations are the same, so only the order of the float32 sums differs.
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
     # The parts equal those of the whole bit for bit, and so do the results of a column-wise layer.
@@ -158,7 +158,7 @@ for _name in ("int4", "int8_int8 asymmetric", "fp8_fp8"):
 
 @case
 def compiled_graphs_are_alike_on_every_rank(folder: Path) -> None:
-    """Of a step: the same code, with one all-reduce, and every product one opaque operator."""
+    """The graph of a step: the same code, with one all-reduce; every GEMM is one opaque operator."""
     for scheme in SCHEMES.values():
         torch._dynamo.reset()
         codes: list[str] = []
@@ -343,7 +343,7 @@ def state_dicts_are_of_the_whole(folder: Path) -> None:
 
 @case
 def new_weights_for_sharded_layers(folder: Path) -> None:
-    """As sharding what quantizing the new floats gives, in place; of parts, what quantizing parts gives."""
+    """An in-place update equals quantizing the new floats and sharding; for parts, quantizing the parts."""
     torch.manual_seed(7)
     new = {name: torch.randn_like(tensor) for name, tensor in Mlp().state_dict().items()}
     part = own()
@@ -450,7 +450,7 @@ def check_tp_plan(folder: Path, scheme: qao.Scheme, tied: bool, embeddings: bool
 
 
 def write_native(model: nn.Module, folder: Path) -> None:
-    """The layout of qao, of which transformers knows by QaoConfig, also where compressed-tensors could say it."""
+    """qao's layout, which QaoConfig declares to transformers, even where compressed-tensors could hold it."""
     qao.save(model, folder)
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], torch.float32
@@ -476,7 +476,7 @@ def tp_plan_with_a_style_that_is_none_of_ours(folder: Path) -> None:
     quantization = qao.QaoConfig(SCHEMES["int8"])
     load = partial(Qwen2ForCausalLM.from_pretrained, path, distributed_config=config)
     raises(ValueError, partial(load, quantization_config=quantization), "up_proj", "'packed_colwise'", "rowwise")
-    # Left in floats, it is sharded by transformers.
+    # Left in float, it is sharded by transformers.
     quantization = qao.QaoConfig(SCHEMES["int8"], modules_to_not_convert=["up_proj", "gate_proj"])
     config = {"tp_size": WORLD}
     model = Qwen2ForCausalLM.from_pretrained(path, distributed_config=config, quantization_config=quantization)

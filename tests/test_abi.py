@@ -67,7 +67,7 @@ def test_it_exports_nothing_of_qao_or_cuda() -> None:
 
 
 def test_no_path_of_the_machine_that_built_it() -> None:
-    """Messages of torch's headers hold the file they come from."""
+    """Messages of torch's headers name their source file."""
     content = LIBRARY.read_bytes()
     for path in (Path(torch.__file__).parent, LIBRARY.parents[2]):
         assert str(path).encode() not in content

@@ -61,7 +61,7 @@ def test_all_operators_are_attacked() -> None:
 
 
 def mixes(op: str, device: str, other: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each operand alone on the other device, and each alone left on this one; of calls with more than one tensor."""
+    """Each operand alone on the other device, and each alone left on this one, for calls with several tensors."""
     good = call_of(op, device)
     tensors = tensors_of(good)
     away = good | {name: value.to(other) for name, value in tensors.items()}
@@ -121,7 +121,7 @@ def test_an_operand_that_is_none_or_was_freed(op: str, device: str) -> None:
             continue
         with pytest.raises(RuntimeError, match=rf"^qao::{op}: {name} must be a tensor, not None\."):
             call(op, good | {name: None})
-    if len(tensors) == 1:  # torch does not know which device to ask
+    if len(tensors) == 1:  # torch cannot choose a device
         with pytest.raises(RuntimeError, match=rf"qao::{op}"):
             call(op, good | dict.fromkeys(tensors))
 
@@ -160,7 +160,7 @@ def test_eps(op: str, eps: float, device: str) -> None:
 
 
 def test_hostile_calls() -> None:
-    """In a process of their own, so that a crash is seen; its last line says which call it was."""
+    """In a separate process, so that a crash is detected; its last line names the call."""
     count = 1000 if torch.__version__ >= (2, 13) else 200  # torch 2.11 looks up a C++ stack for every error
     run = python(f"""
     import runpy, sys

@@ -118,7 +118,7 @@ def test_a_replaced_forward_is_still_an_obstacle() -> None:
     ids=lambda options: "+".join(options),
 )
 def test_load_checkpoint_in_model(options: dict[str, Any], checkpoint: str) -> None:
-    """Also under a dtype, which is of floats: scales keep theirs."""
+    """Also with a dtype argument, which is for floats: scales keep theirs."""
     expected, model = quantized_model(), empty_model()
     accelerate.load_checkpoint_in_model(model, checkpoint, **options)
     for name, parameter in model.named_parameters():
@@ -185,7 +185,7 @@ def test_load_checkpoint_and_dispatch_with_the_disk(dtype: Any, checkpoint: str,
 
 
 def test_what_does_not_fit_is_refused(checkpoint: str, tmp_path: Path) -> None:
-    """Each would otherwise be numbers of something else."""
+    """Otherwise each would load values with another meaning."""
     narrow = Model()
     narrow.up = nn.Linear(64, 95)
     with pytest.raises(RuntimeError, match=r"up: the checkpoint has a weight \[96, 64\] here"):

@@ -138,7 +138,7 @@ def test_every_operator_has_a_function_of_its_arguments(name: str) -> None:
 
 
 def test_the_functions_are_the_operators() -> None:
-    """Every one that has no gradient, with arguments that are all different."""
+    """Every function without a gradient, with arguments that all differ."""
     torch.manual_seed(0)
     x, weight = torch.randn(3, 64), torch.rand(64)
     q, scales, zeros = torch.randint(0, 16, (32, 64), dtype=torch.uint8), torch.rand(32, 2), torch.full((32, 2), 7.0)
@@ -236,7 +236,7 @@ def test_dequantize_refuses_what_would_be_lost() -> None:
 
 @pytest.mark.parametrize("scheme", [SCHEME, qao.Int8WeightOnly()], ids=str)
 def test_assigned_tensors_at_odd_addresses_are_copied_once(scheme: qao.Scheme) -> None:
-    """As those of a mapped safetensors file are, where kernels read 16 bytes at a time; and tied ones stay tied."""
+    """Tensors of a mapped safetensors file are unaligned, and kernels read 16 bytes at a time; tied ones stay tied."""
 
     def make() -> nn.ModuleDict:
         torch.manual_seed(0)

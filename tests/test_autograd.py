@@ -94,7 +94,7 @@ def test_only_what_wants_a_gradient_gets_one(scheme: Scheme, device: str) -> Non
 
 
 def test_frozen_operands_get_no_gradient(scheme: Scheme, device: str) -> None:
-    """Even scales that claim to require one, as loaders of checkpoints may set."""
+    """Even scales with requires_grad=True, which checkpoint loaders may set."""
     weight = scheme.make_weight(50, 200, device=device)
     scales = weight.operands[1].requires_grad_()
     x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
@@ -181,7 +181,7 @@ def test_the_raw_op_warns_that_it_has_no_gradient(scheme: Scheme, device: str) -
 
 
 def test_the_gradient_of_a_loss(scheme: Scheme, device: str) -> None:
-    """A loss that depends on y: the gradient carries the error of y on, and no more."""
+    """A loss that depends on y: the gradient propagates the error of y and adds none."""
     weight = scheme.make_weight(50, 200, device=device)
     x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
     seen, slack = weight.activation.seen(x.detach()), weight.slack(x.detach())

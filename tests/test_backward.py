@@ -76,7 +76,7 @@ def test_the_weight_may_not_change(change: Any, twice: bool, scheme: qao.Scheme,
 
 
 def test_the_weight_may_be_replaced(scheme: qao.Scheme, device: str) -> None:
-    """The gradient is that of the weight that was multiplied with."""
+    """The gradient is that of the weight used in forward."""
     layer, x = make(scheme, device)
     expected, loss = gradient(layer, x), layer(x).square().sum()
     layer.set_packed(layer.requantize(torch.zeros(48, 64, device=device)))
@@ -85,7 +85,7 @@ def test_the_weight_may_be_replaced(scheme: qao.Scheme, device: str) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_looks_too(use_reentrant: bool, scheme: qao.Scheme, device: str) -> None:
-    """Forward runs again in backward, with the weight as it is then, as nn.Linear's does."""
+    """Forward runs again in backward with the weight's value at that time, as nn.Linear's does."""
     layer, x = make(scheme, device)
     expected = gradient(layer, x)
     loss = checkpoint(layer, x, use_reentrant=use_reentrant).square().sum()

@@ -89,7 +89,7 @@ def test_where_rows_lie_does_not_matter(scheme: Scheme, device: str) -> None:
 @pytest.mark.parametrize("n,k", [(48, 640), (37, 203), (33, 1024), (80, 4864), (2560, 2048)], ids=str)
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 def test_whole_sums_need_no_mode(bias_dtype: torch.dtype | None, n: int, k: int, device: str) -> None:
-    """int8_int8 adds whole numbers, as such however K is split, and rounds their sum in one way: every plan's rows."""
+    """int8_int8 adds integers exactly, however K is split, and rounds their sum once: all plans give the same rows."""
     if device == "cpu" and n * k > 500_000:
         return
     (scheme,) = (scheme for scheme in PRODUCTS if scheme.word == "int8_int8")
@@ -123,7 +123,7 @@ def test_a_scale_of_all_rows_is_refused(device: str) -> None:
 @pytest.mark.every_isa
 @pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_experts(scheme: Scheme, device: str) -> None:
-    """Rows of an expert as if they were all there are."""
+    """The rows of one expert, as the only rows of the call."""
     weights = [scheme.make_weight(40, 256, scheme.few_formats[0], device, seed=e) for e in range(3)]
     if not rows_apart(weights[0]):
         return
@@ -171,7 +171,7 @@ def test_layers_in_the_context(device: str) -> None:
 
 
 def captured(function: Any, *arguments: Any) -> list[tuple[Any, ...]]:
-    """The arguments of the products in the graph that torch.compile makes of it."""
+    """The arguments of the GEMMs in the graph of torch.compile."""
     calls: list[tuple[Any, ...]] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -48,7 +48,7 @@ from examples.decoder_block import DecoderBlock
 
 
 class Wrong(Peer):
-    """A peer that answers fast and wrongly."""
+    """A peer with fast but wrong results."""
 
     name = "wrong"
 
@@ -465,7 +465,7 @@ def test_the_tuner_gives_no_negative_cost() -> None:
 
 
 def test_the_tuner_moves_costs_to_where_they_choose_faster_plans() -> None:
-    """An x that is quantized before takes nothing away from the choice."""
+    """An x that is quantized beforehand does not restrict the choice."""
     shapes, tokens = ((4096, 4096), (8192, 8192), (1024, 14336), (28672, 4096)), (64, 200, 300, 1000, 4096)
     timings = [t._replace(us=t.us + 3, before=3.0) for t in _timings(shapes, tokens)]
     near = tune.fit(timings, MEMORY)
@@ -734,7 +734,7 @@ def test_vllm_is_launched_by_its_table_or_its_rule(tmp_path: Path, monkeypatch: 
 
 
 def test_prefill_compares_with_the_fastest_other() -> None:
-    """Bars hold for the mean over cells and for each; who did not run is left out."""
+    """Bars apply to the mean over cells and to each cell; peers that did not run are ignored."""
     shapes = prefill.drawn(3, 8)
     assert shapes == prefill.drawn(3, 8) != prefill.drawn(4, 8)
     assert len(shapes) == 8 and max(n * k for n, k in shapes) <= prefill.MOST_WEIGHTS

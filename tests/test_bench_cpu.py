@@ -137,7 +137,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="an emulator may run it")
 def test_quantizing_takes_a_core_no_longer_than_its_bar() -> None:
-    """In time of the processor, which others on the machine hardly change: 40 million weights a second."""
+    """In CPU time, which other processes hardly change: 40 million weights per second."""
     dense = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
     nvfp4 = partial(qao.QuantLinear.from_linear, dense, qao.Fp4WeightOnly("nvfp4"))
     for name, call in {**busy.quantize_calls(dense), "nvfp4": nvfp4}.items():

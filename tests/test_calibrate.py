@@ -149,7 +149,7 @@ def same(model: nn.Module, before: tuple[dict[str, Tensor], list[int], list[bool
 
 @pytest.mark.parametrize("method", ["gptq", "smoothquant"])
 def test_stopped_in_the_middle(method: str, model: Model, data: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is as it was: the same modules and numbers, in the same mode."""
+    """The model is unchanged: the same modules, values and mode."""
     model.blocks[1].train()
     before, put, count = state(model), quantize.put, 0
 
@@ -240,7 +240,7 @@ def test_bad_arguments(model: Model, data: list[Tensor]) -> None:
 def test_memory_holds_statistics_of_one_block(
     model: Model, data: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a block begins, at most those of the one before are there still, whatever the number of blocks."""
+    """When a block begins, at most those of the previous block still exist, whatever the number of blocks."""
     made: list[weakref.ref[Inputs]] = []
 
     class Counted(Inputs):

@@ -69,14 +69,14 @@ def plain(weight: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
 @pytest.mark.parametrize("wide", [256, 1024])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_blocked_is_the_plain_loop(scheme: Scheme, wide: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same codes, but for values so near to a tie that float32 may decide otherwise, and rows behind them."""
+    """The same codes, except values so near a tie that float32 may differ, and the rest of their rows."""
     monkeypatch.setattr("qao.calibration.gptq._WIDE", wide)
     weight, hessian = data(device)
     grid = Grid.of(scheme._quantize(weight, "w"), scheme, N, K)
     codes, _ = gptq(weight, hessian, grid)
     expected, margins = plain(weight.cpu(), hessian.cpu(), Grid(*_on_cpu(grid)), 0.01)
     differs = (codes.cpu().double() != expected).any(1)
-    if isinstance(scheme, Float8WeightOnly):  # ties of e4m3 are no halves: few rows differ, and by as little
+    if isinstance(scheme, Float8WeightOnly):  # e4m3 rounds some ties differently: few rows differ, and only slightly
         assert differs.float().mean() <= 0.5
         relative = (
             grid.dequantize(codes).cpu() - Grid(*_on_cpu(grid)).dequantize(expected.float())
@@ -94,7 +94,7 @@ def _on_cpu(grid: Grid) -> tuple[Tensor, Tensor | None, int, tuple[int, int] | N
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_error_under_h(scheme: Scheme, device: str) -> None:
-    """Less than that of rounding to nearest, and what the packed weight has, group by group in the order of columns."""
+    """Less than that of rounding to nearest, and equal to the packed weight's, group by group in column order."""
     weight, hessian = data(device)
     ((packed, error, of_nearest),) = quantized([weight], hessian, scheme, 0.01, ["w"])
     importance = (hessian.diagonal() + damping_of(hessian, 0.01)).float()
@@ -148,10 +148,10 @@ def test_without_any_inputs(device: str) -> None:
 
 
 def test_stacked_layers(device: str) -> None:
-    """Rows do not know of each other, so layers with one input may be stacked."""
+    """Rows are independent, so layers with one input may be stacked."""
     weight, hessian = data(device)
     scheme = Int4WeightOnly(group_size=32)
-    importance = hessian.diagonal()  # an estimate of it would know all rows
+    importance = hessian.diagonal()  # an estimate from the weight would use all rows
     whole, _ = gptq(weight, hessian, Grid.of(scheme._quantize(weight, "w", importance), scheme, N, K))
     for rows in (slice(0, 7), slice(7, N)):
         grid = Grid.of(scheme._quantize(weight[rows], "w", importance), scheme, len(weight[rows]), K)
@@ -200,7 +200,7 @@ def test_each_round_is_better(scheme: Scheme, dtype: torch.dtype, device: str) -
 
 @pytest.mark.parametrize("size", [32, 128, -1])
 def test_no_code_or_scale_alone_would_be_better(size: int, device: str) -> None:
-    """Where descent has come to its end: another code, a step up or down, or another scale of one group, costs more."""
+    """At the end of the descent, a code one step up or down or another scale of a group costs more."""
     weight, hessian = data(device)
     scheme = Int4WeightOnly(group_size=size)
     regular = damped(hessian, 0.01)

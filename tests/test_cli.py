@@ -78,7 +78,7 @@ def quantized_layers(model: torch.nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def assert_same(path: Path, model: torch.nn.Module) -> None:
-    """The file holds the layers of ``model`` bit for bit, and all else as it is."""
+    """The file holds the layers of ``model`` bit for bit and all other tensors unchanged."""
     checkpoint = qao.checkpoints.open_checkpoint(path)
     expected = quantized_layers(model)
     assert expected and checkpoint.layers.keys() == expected.keys()
@@ -369,7 +369,7 @@ def test_signals(number: int, status: int, said: str, tmp_path: Path) -> None:
 
 
 def _pressed_in_cpp(*_: Any) -> None:
-    """What torch makes of Ctrl-C where it arrives while C++ asks Python something."""
+    """The error that torch raises if Ctrl-C arrives while C++ calls Python."""
     try:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)

@@ -149,7 +149,7 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_as_the_library(float_path: Path, out: Path, scheme: Any, auto: Any) -> Any:
-    """What the command wrote loads as what ``quantize_`` makes, and has the names of ``save_pretrained``."""
+    """The command's output loads as the result of ``quantize_``, with the names of ``save_pretrained``."""
     expected = auto.from_pretrained(float_path, dtype="auto").eval()
     qao.quantize_(expected, scheme, progress=False)
     loaded = qao.from_pretrained(out)
@@ -193,7 +193,7 @@ def test_mixtures(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def renamed(kind: str) -> tuple[Any, Any]:
-    """A model in which transformers 5 writes other names than its modules have, and the Auto class that loads it."""
+    """A model that transformers 5 saves under names other than its modules', and the Auto class that loads it."""
     t: Any = transformers
     if kind == "llava":
         config = t.LlavaConfig(text_config=LLAMA, vision_config=CLIP, image_token_index=95, tie_word_embeddings=False)

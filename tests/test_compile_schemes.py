@@ -213,7 +213,7 @@ def test_as_many_graphs_as_plain_linear_layers(dynamic: bool | None, model: Side
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
 def test_a_compiled_model_is_quantized_inside(in_place: bool, device: str) -> None:
-    """Even after it ran: the new layers are compiled at the next call."""
+    """Even after a call: the new layers are compiled at the next one."""
     model = Mlp(None).to(device)
     if in_place:
         model.compile(backend="aot_eager", fullgraph=True)
@@ -278,7 +278,7 @@ def compile_seconds(model: nn.Module, x: Tensor) -> float:
 
 
 def in_fresh_process(code: str) -> str:
-    """What ``code`` prints: without pytest, which listens to torch's trace and thereby makes it be written."""
+    """The output of ``code`` without pytest, which listens to torch's trace and so causes it to be written."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
@@ -321,7 +321,7 @@ print(json.dumps(seconds))
 
 @pytest.mark.slow
 def test_compiling_takes_fewer_calls_than_of_the_float_model() -> None:
-    """Function calls, of Python and C, which no busy machine changes."""
+    """The number of Python and C function calls, which does not depend on the machine's load."""
     code = """
 import cProfile
 calls = {}

@@ -19,7 +19,7 @@ VERSIONS = sorted(path.name for path in CORPUS.iterdir()) if CORPUS.exists() els
 
 
 def floats() -> nn.ModuleDict:
-    """A layer of [32, 64] for each scheme, and an embedding with the weight of one, with the same numbers each time."""
+    """A layer [32, 64] for each scheme, and an embedding with the weight of one; the values are fixed."""
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(64, 32) for name in schemes()})
     model["embedding"] = nn.Embedding(32, 64)

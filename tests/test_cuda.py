@@ -125,7 +125,7 @@ FEW_TOKENS_FORMATS = (  # every group size; every dtype of parameters with zero 
 @pytest.mark.parametrize("x_dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("n,k", [(12000, 4096), (1000, 9000)])  # several passes over row tiles; a last K-step
 def test_few_tokens_of_large_layers(n: int, k: int, x_dtype: torch.dtype, fmt: Int4Format) -> None:
-    """int4's bodies for few tokens are compiled for what x and the parameters are, and meet only large layers."""
+    """int4 kernels for few tokens are specialized for x and the parameters, and only run for large layers."""
     weight = INT4.make_weight(n, k, fmt, "cuda")
     bias = randn(n, dtype=x_dtype, device="cuda")
     for m in (1, 2, 3, 4, 8, 9, 13, 16):

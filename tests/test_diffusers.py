@@ -133,7 +133,7 @@ def test_fused_projections_are_those_of_the_dequantized_weights(make: Callable[[
     truth = run(plain)
     model.fuse_qkv_projections()
     assert any("to_qkv" in name for name, _ in model.named_modules())
-    # The same float32 products, of one matrix instead of three.
+    # The same float32 GEMM, with one matrix instead of three.
     torch.testing.assert_close(run(model), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
     model.unfuse_qkv_projections()
     torch.testing.assert_close(run(model), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())

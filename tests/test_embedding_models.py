@@ -94,7 +94,7 @@ def test_quantized_embeddings_are_tied_again(build: Callable[[], nn.Module], tmp
 
 
 def test_a_checkpoint_whose_head_alone_has_sums_of_rows(tmp_path: Any) -> None:
-    """Asymmetric activations ask them of the head; the embedding shares its weight and has none."""
+    """The head needs them for asymmetric activations; the embedding shares its weight and has none."""
     scheme = qao.Int8DynamicActivationInt8Weight(symmetric_activations=False)
     model = make(llama_tied, "cpu")
     quantize_(model, scheme, embeddings=True)
@@ -138,7 +138,7 @@ def test_input_gradients_for_adapters(device: str) -> None:
 
 
 def test_a_conv1d_has_its_weight_transposed() -> None:
-    """Sharing it would give an embedding columns for rows."""
+    """Sharing it would give the embedding columns instead of rows."""
     model = nn.Module()
     model.embed, model.linear = nn.Embedding(64, 64), transformers.pytorch_utils.Conv1D(64, 64)
     model.linear.weight = model.embed.weight

@@ -193,7 +193,7 @@ def test_compile(scheme: Scheme, fmt: Any, device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @few_formats
 def test_in_a_cuda_graph(scheme: Scheme, fmt: Any) -> None:
-    """Nothing waits for the host: ids are read when the graph is replayed."""
+    """No host synchronization: ids are read when the graph is replayed."""
     weight, ids = scheme.make_weight(50, 100, fmt, "cuda"), random_ids(50, 9, device="cuda")
     gather(ids, weight)
     graph = torch.cuda.CUDAGraph()

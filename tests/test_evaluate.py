@@ -42,7 +42,7 @@ def model() -> Bigrams:
 @pytest.mark.parametrize("window", [1, 7, 50, 100, 512])
 @pytest.mark.parametrize("wraps", [False, True])
 def test_perplexity(model: Bigrams, tokens: Tensor, window: int, wraps: bool, device: str) -> None:
-    """Every token but the first is predicted once, whatever the window: this model sees one token back alone."""
+    """Every token but the first is predicted once, whatever the window; this model only sees one previous token."""
     model.wraps = wraps
     log_p = model.double()(tokens).logits if wraps else model.double()(tokens)
     expected = -log_p.log_softmax(-1)[torch.arange(100), tokens[1:]]

@@ -68,7 +68,7 @@ def deepseek_v3() -> Any:
 
 
 def nemotron() -> Any:
-    """Experts alone, which have no gate."""
+    """Experts without a router."""
     return _block(transformers.models.nemotron_h.modeling_nemotron_h.NemotronHExperts, n_routed_experts=4)
 
 

@@ -41,7 +41,7 @@ def quantized(scheme: Any, device: str, dtype: torch.dtype = torch.float32) -> t
 
 
 def routed(device: str, tokens: int = 9, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x, experts and their weights; the last number is of an expert of somebody else."""
+    """x, experts and their weights; the last number belongs to an expert of another rank."""
     g = generator(seed)
     x, weights = torch.randn(tokens, K, generator=g), torch.rand(tokens, TOP, generator=g)
     index = torch.rand(tokens, E + 1, generator=g).topk(TOP).indices
@@ -94,12 +94,12 @@ def test_gradients_reach_x_and_weights_and_are_the_same_in_every_run(scheme: Any
     first, second = (gradients(experts(x, index, weights)) for _ in range(2))
     for own, again, truth in zip(first, second, gradients(exact(experts, x, index, weights)), strict=True):
         assert torch.equal(own, again)
-        # The gate passes on what the first product was wrong by, the derivative of SiLU at most 1.1 times.
+        # The gate passes on the error of the first GEMM; the derivative of SiLU is at most 1.1.
         assert distance(own, truth.double()) < 4 * allowed(scheme, device)
 
 
 class Clamped(Fused):
-    """A gate that is another one far from zero, with a number that nothing names."""
+    """A gate that differs from the standard one far from zero, with an unnamed constant."""
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -229,4 +229,4 @@ def test_on_a_gpu_nobody_waits_and_graphs_replay(scheme: Any) -> None:
                 tensor.copy_(new)
             graph.replay()
             assert torch.equal(y, experts(*static))
-            assert distance(y, exact(experts, *static)) < 0.01 + allowed(scheme, "cuda")  # bfloat16 between products
+            assert distance(y, exact(experts, *static)) < 0.01 + allowed(scheme, "cuda")  # bfloat16 between the GEMMs

@@ -25,7 +25,7 @@ TOKENS = torch.export.Dim("tokens", min=2, max=4096)
 
 
 class Stacked(nn.Module):
-    """[schemes, M, 64]: what the block makes of x under every scheme."""
+    """[schemes, M, 64]: the block's output for x under every scheme."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def check_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def run_fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``code`` in a Python that knows nothing of this one."""
+    """``code`` in a fresh Python process."""
     command = [sys.executable, "-c", code, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PYTHONFAULTHANDLER"] = "1"  # reports where a process crashes
@@ -77,7 +77,7 @@ def test_a_saved_program_takes_any_number_of_tokens(device: str, tmp_path: Path)
         check_close(loaded(x_of(m, device)), model(x_of(m, device)))
 
 
-# At most the library of operators, as a program that is not Python would load it.
+# Imports the operator library at most, as a program without Python would load it.
 RUN_PACKAGE = """
 import json, sys, torch
 library, package, inputs, outputs = sys.argv[1:]

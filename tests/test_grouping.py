@@ -140,7 +140,7 @@ def test_a_model_stays_within_its_budget(kind: type[Any], symmetric: bool, model
     scheme = auto(budget, kind, symmetric=symmetric)
     report = qao.quantize_(model, scheme)
     assert budget - 0.15 < bits(report) <= budget
-    assert len(set(sizes(model).values())) > 1  # or there would have been nothing to choose
+    assert len(set(sizes(model).values())) > 1  # otherwise there was nothing to choose
     rows = {row.name: row.scheme for row in report.rows}
     assert rows == {name: str(grouping.fixed(scheme, size)) for name, size in sizes(model).items()}
     qao.quantize_(again, scheme)
@@ -151,7 +151,7 @@ def test_a_model_stays_within_its_budget(kind: type[Any], symmetric: bool, model
 
 
 def test_bits_go_where_errors_are(model: Model) -> None:
-    """The same bits in groups of one size are worse."""
+    """Groups of one size with the same number of bits are worse."""
     even = copy.deepcopy(model)
     report = qao.quantize_(model, auto(4.5))
     uniform = qao.quantize_(even, qao.Int4WeightOnly(64, scale_dtype=HALF))
@@ -167,7 +167,7 @@ def test_a_grid_is_found_by_its_own_groups(model: Model) -> None:
     codes = torch.randint(0, 16, (256, 8, 64), generator=g).double()
     codes[..., 0], codes[..., 1] = 0, 15
     scales = (torch.rand(256, 8, 1, generator=g) * 0.1 + 0.01).half().double()
-    zeros = (torch.rand(256, 8, 1, generator=g) * 15).half().double()  # no whole numbers
+    zeros = (torch.rand(256, 8, 1, generator=g) * 15).half().double()  # float zero points
     with torch.no_grad():
         model.first.weight.copy_(((codes - zeros) * scales).view(256, 512))
     report = qao.quantize_(model, auto(4.8))

@@ -72,7 +72,7 @@ class Lora(nn.Linear):
 
 
 class Later(nn.Linear):
-    """Is a plain one until somebody sets ``adapter``."""
+    """A plain layer until ``adapter`` is set."""
 
     adapter: Any = None
 

@@ -21,7 +21,7 @@ every_kind = pytest.mark.parametrize("m,x_dtype", KINDS)
 
 
 def symmetric_formats(scheme: Scheme) -> list[Format]:
-    """Without sums that cancel: x̂ and W are whole numbers times a scale."""
+    """Without sums that cancel: x̂ and W are integers times a scale."""
     return [fmt for fmt in scheme.few_formats if fmt.activation.symmetric]
 
 

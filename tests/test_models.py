@@ -328,18 +328,18 @@ def test_the_dtype_of_a_model_is_not_that_of_its_scales(build: Callable[[], nn.M
     arguments = inputs(build, device)
     expected = logits(model, arguments)
     assert expected.dtype == torch.bfloat16
-    if build is t5:  # which asks for it in its forward
+    if build is t5:  # its forward reads the dtype of a weight
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         # Its cache copies the configuration deeply, which the Dynamo of torch 2.11 does not trace.
         assert torch.equal(logits(compiled, arguments | {"use_cache": False}), expected)
-    plain = make(build, device)  # no layer of which is quantized
+    plain = make(build, device)  # without quantized layers
     assert plain.dtype == torch.float32 and plain.bfloat16().dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("build", [gpt2, t5, falcon], ids=lambda build: build.__name__)
 def test_a_model_that_is_dequantized_is_saved_as_floats(build: Callable[[], nn.Module], tmp_path: Any) -> None:
-    """Conv1D of GPT-2 has its weight transposed, and a square one would load without a word."""
+    """GPT-2's Conv1D has a transposed weight, and a square one would load silently."""
     model = make(build, "cpu")
     names = {name: type(module) for name, module in model.named_modules() if not name.endswith("lm_head")}
     quantize_(model, Int8WeightOnly(clip_search=False), embeddings=True)

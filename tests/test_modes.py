@@ -76,7 +76,7 @@ UNCAST = [name for name in MODES if not name.startswith("autocast")]
 
 
 def settings() -> list[Any]:
-    """What functions may not leave changed."""
+    """State that functions must restore."""
     of_devices = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     legacy = modes._legacy_precision()
     precisions = [torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]

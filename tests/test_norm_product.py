@@ -127,7 +127,7 @@ def test_many_rows(m: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("m", (1, 8, 40))
 def test_chains_in_a_graph(m: int) -> None:
-    """Kernels that begin before the one ahead has ended read nothing too early."""
+    """Kernels that start before the previous one ends (PDL) read nothing too early."""
     k = 1024
     source = randn(m, k, dtype=torch.bfloat16, device="cuda")
     norm = randn(k, dtype=torch.bfloat16, device="cuda", seed=1)

@@ -175,7 +175,7 @@ def test_gradients_of_silu_mul(device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("m", (1, 16, 300))
 def test_chains_in_a_graph(m: int) -> None:
-    """Kernels that begin before the one ahead has ended read nothing too early, torch's own among them."""
+    """Kernels that start before the previous one ends (PDL) read nothing too early, also after torch's own."""
     k = 2048
     source, weight = (randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((m, k), (k,)))
     packed = INT4.make_weight(2 * k, k, Int4Format(128), "cuda")

@@ -80,7 +80,7 @@ def of_bytes(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def check_beside(scheme: Scheme, weight: Weight, x: Tensor, columns: Tensor, scale: Tensor | None = None) -> None:
-    """The product, against a tolerance that does not know x[:, columns]."""
+    """The result, with a tolerance that ignores x[:, columns]."""
     rest, seen = x.clone(), weight.activation.seen(x)
     rest[:, columns], seen[:, columns] = 0, 0
     slack = weight.slack(rest if weight.activation == FLOAT else x)
@@ -237,7 +237,7 @@ def test_fp8_int4_is_as_good_beside_outliers(
 @pytest.mark.every_isa
 @every_dtype
 def test_a_ladder_stays_in_its_row(x_dtype: torch.dtype) -> None:
-    """Its row is computed in another way, the others as ever, with any number of threads."""
+    """Its row is computed in another way, the others as usual, with any number of threads."""
     weight = INT4.make_weight(37, K)
     before = torch.get_num_threads()
     try:
@@ -261,7 +261,7 @@ def test_a_ladder_stays_in_its_row(x_dtype: torch.dtype) -> None:
 @pytest.mark.every_isa
 @every_dtype
 def test_outliers_stay_in_their_row(x_dtype: torch.dtype, device: str) -> None:
-    """Rows without get the bits that they get among their like; an outlier's own product is right, too."""
+    """Rows without outliers keep their bits when other rows have some; rows with outliers are accurate, too."""
     weight = INT4.make_weight(37, K, device=device)
     for m in (2, 5, 40):
         x = randn(m, K, dtype=x_dtype, device=device)
@@ -322,7 +322,7 @@ def test_asymmetric_x_with_an_outlier(m: int, group_size: int, zeros: str) -> No
 
 def with_mean(mean: float, n: int, k: int, form: str, group_size: int | None, draw: torch.Generator) -> Parts:
     """A normal weight with that mean, rounded to int8 or to int4: symmetric ("none"), with whole zero points
-    ("integer"), or with scales that are whole numbers times one of their row ("rows")."""
+    ("integer"), or with scales that are integers times one scale of their row ("rows")."""
     if group_size is None:
         w = torch.randn(n, k, generator=draw) + mean
         scales = w.abs().amax(1) / 127
@@ -334,7 +334,7 @@ def with_mean(mean: float, n: int, k: int, form: str, group_size: int | None, dr
     zero = None if low is None else (-low / scales).round()
     rows = scales.amax(1) / 16 if form == "rows" else None
     if rows is not None:
-        rows = 2.0 ** rows.log2().ceil()  # the product with a whole number is exact
+        rows = 2.0 ** rows.log2().ceil()  # the product with an integer is exact
         scales = (scales / rows[:, None]).round().clamp(1, 16) * rows[:, None]
     offset = torch.tensor(8.0) if zero is None else zero[..., None]
     q = (groups / scales[..., None] + offset).round().clamp(0, 15).to(torch.uint8).view(n, -1)[:, :k].contiguous()

@@ -53,7 +53,7 @@ def python(code: str, path: Path | None = None, **environment: str) -> subproces
 
 
 def host() -> ModuleType:
-    """qao._host, which tests that ask it something cannot do without."""
+    """qao._host; skips tests that need it in builds without it."""
     module: ModuleType = pytest.importorskip("qao._host", reason="qao was built without qao._host")
     return module
 

@@ -235,7 +235,7 @@ def test_a_conv1d_of_gpt2_that_was_quantized() -> None:
 
 
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a tiny model of random weights, and text that is all alike."""
+    """On a tiny model with random weights and repetitive text."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
     finetune = importlib.import_module("finetune")
     text = IDS[0].repeat(10, 1)

@@ -616,7 +616,7 @@ def test_values_tell_of_queries_and_keys(device: str) -> None:
 
 
 def test_gate_and_up_tell_of_down(device: str) -> None:
-    """Which columns of down read large activations: those that gate and up make with large rows."""
+    """Columns of down read large activations where the rows of gate and up are large."""
     mlp, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
     for name, (n, k) in {"down_proj": (48, 64), "gate_proj": (64, 96), "up_proj": (64, 96)}.items():
         layer = torch.nn.Linear(k, n, bias=False)

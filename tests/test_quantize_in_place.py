@@ -87,7 +87,7 @@ def test_every_quotient(dtype: torch.dtype, exponents: range, device: str) -> No
     scales = mantissas[:: 1 if dtype == torch.bfloat16 else 31]
     values = torch.cat([mantissas * 2.0**e for e in exponents])
     values = torch.nn.functional.pad(values[values < 8], (0, -(values < 8).sum().item() % 31)).view(-1, 31)
-    # Each group of 32 has 8 at its end, of which its scale is an eighth.
+    # Each group of 32 ends with its largest magnitude, 8; the scale is an eighth of that.
     whole = torch.nn.functional.pad(values, (0, 1), value=-8).flatten()
     weight = (scales[:, None].to(dtype) * 2**-4).float() * (whole / mantissas[1])
     weight = torch.cat([(whole * 2**-4).expand(len(scales), -1), weight]).to(dtype)
@@ -165,7 +165,7 @@ def test_fp4_where_roundings_tell(device: str) -> None:
 
 
 def test_what_is_refused(device: str) -> None:
-    """Where fault is set before, and by load_weight_, nothing is written; the others are loaded."""
+    """Nothing is written if fault is set beforehand or by load_weight_; other weights are loaded."""
     weight = random_weight(40, 300, torch.bfloat16).to(device)
     largest = weight_ops.largest_magnitude(weight)
     assert largest.item() == weight.abs().amax().item() and largest.shape == (1,) and largest.dtype == torch.float32

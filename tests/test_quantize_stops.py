@@ -216,7 +216,7 @@ def test_quantize_stops_between_layers_and_goes_on(
 
 
 def test_layers_of_one_weight_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedding of a head fails after the head was made: both stay."""
+    """Quantizing the embedding of a head fails after the head: both stay in float."""
     model = Tied()
     monkeypatch.setattr(QuantEmbedding, "from_packed", Stops(QuantEmbedding.from_packed, 1, KeyboardInterrupt()))
     with pytest.warns(UserWarning, match="KeyboardInterrupt in head: 3 of 5"), pytest.raises(KeyboardInterrupt):

@@ -152,7 +152,7 @@ def test_grids_have_the_bits_of_torch(n: int, k: int, device: str) -> None:
 
 @every_format
 def test_the_search_is_as_good_as_that_of_torch(codes: Any, symmetric: bool) -> None:
-    """Sums in another order may take another factor, of an error that is the same but for float32."""
+    """Sums in another order may select another factor, with an error that differs only by float32 rounding."""
     weight = random_weight(64, 1024)
     arguments = weight, 128 if codes is _INT4 else -1, codes, symmetric, torch.float32, _CLIP_FACTORS
     errors = []
@@ -238,7 +238,7 @@ def test_blocks_of_any_size(rows: int, columns: int) -> None:
 
 @every_format
 def test_threads_do_not_change_a_bit(codes: Any, symmetric: bool) -> None:
-    """Which rows a thread gets is chance; 300 rows of 1056 are ten pieces."""
+    """The rows of a thread are random; 300 rows of 1056 are ten pieces."""
     weight = random_weight(300, 1056)
     results = []
     for count in (1, 2, 5):

@@ -177,7 +177,7 @@ def test_a_layer_multiplies_what_it_rounds(scheme: qao.Scheme, dtype: torch.dtyp
     for m in (1, 3, 16, 40, 300):
         x = with_outlier(randn(m, 192, dtype=dtype, device=device))
         y, exact = layer(x), multiplied(layer, x)
-        # Sums of integers are exact; scales, zero points and the bias come on in float32, y is rounded to its dtype.
+        # Integer sums are exact; scales, zero points and bias are applied in float32, and y is rounded to its dtype.
         slack = (x.double().abs().amax(1, keepdim=True) * layer.dequantize(torch.float64).norm(dim=1)) * 2.0**-16
         if dtype == torch.bfloat16 and device == "cpu" and runs_amx():  # W of short groups is multiplied in bfloat16
             seen, stored = factors(layer, x)
@@ -349,7 +349,7 @@ def test_an_embedding_cannot_share_it() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("method", ["gptq", "smoothquant"])
 def test_calibrate(method: str, scheme: Any, device: str) -> None:
-    """On data of its kind a calibrated layer does as well as one that is rounded to nearest, or better."""
+    """On similar data a calibrated layer is at least as good as one rounded to nearest."""
     mix = randn(192, 192, seed=4, device=device) / 14
     data = [with_outlier(randn(64, 192, seed=10 + i, device=device) @ mix) for i in range(8)]
     model = nn.Sequential(nn.LayerNorm(192, device=device), linear(device=device))

@@ -96,7 +96,7 @@ def test_without_qao_it_is_an_error(container: str, word: str, refused: dict[str
     result = refused[f"{container}-{word}"]
     assert "raised" in result, result
     said = result["raised"] + result["log"]
-    if container == "dcp":  # it looks at the names it is asked for alone, of which none is the marker
+    if container == "dcp":  # it only reads requested names, and the marker is not one of them
         assert "size mismatch" in said.lower(), said
     elif container == "diffusers" or (container == "transformers" and "LOAD REPORT" not in said):
         assert "Unknown quantization type, got qao" in said, said  # version 4 of transformers lists no names

@@ -18,7 +18,7 @@ SCHEMES = [scheme() for scheme in qao.schemes.SCHEMES.values()]
 
 def results(op: str, arguments: dict[str, object]) -> tuple[Tensor, ...]:
     got = getattr(torch.ops.qao, op)(**arguments)
-    if got is None:  # written into the arguments
+    if got is None:  # the operator writes into its arguments
         return tuple(value for value in arguments.values() if isinstance(value, Tensor))
     return got if isinstance(got, tuple) else (got,)
 

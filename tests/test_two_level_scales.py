@@ -87,7 +87,7 @@ def test_the_error_is_little_larger_than_with_any_scales(
     dense = scheme.dequantize(packed.qweight, packed.scales, 64, 1024, torch.float32).double()
     error = ((weight.double() - dense).norm() / weight.double().norm()).item()
     assert packed.relative_error == pytest.approx(error, rel=1e-4)
-    # Whole numbers are off by half of 1/16 of the row's largest at most, mostly less: a step that is 3 % too long.
+    # Integer factors are off by at most half of 1/16 of the row's largest, usually less: a step that is 3% too long.
     # Powers of two are off by a factor of the root of two at most.
     assert packed.relative_error < (1.05 if kind is INT8 else 1.3) * plain.relative_error
 
@@ -128,7 +128,7 @@ def test_a_layer_of_e4m3_multiplies_with_the_weight_it_has(
     seen, dense = q.view(torch.float8_e4m3fn).double() * scales.double(), layer.dequantize(torch.float64)
     assert layer.bias is not None
     expected = seen @ dense.t() + layer.bias.double()
-    # The tensor cores cut products short, by this much of the root of their summed squares (docs/kernels/wgmma.md).
+    # Tensor cores truncate products, by this fraction of the root of their summed squares (docs/kernels/wgmma.md).
     size = (seen.square() @ dense.square().t()).sqrt() + 2.0**-10
     assert ((layer(x).double() - expected).abs() <= 2.0**-9 * size).all()
 

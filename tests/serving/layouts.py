@@ -63,7 +63,7 @@ def add_bias(kind: str, states: list[dict[str, Tensor]], dtype: torch.dtype) -> 
 
 
 class Checkpoint:
-    """A GPTQ or AWQ weight for each matrix of a layer; ``zero`` None: zero points of their own."""
+    """A GPTQ or AWQ weight for each matrix of a layer; ``zero`` None: each has its own zero points."""
 
     def __init__(self, kind: str, dtype: torch.dtype, group_size: int, **options: Any) -> None:
         self.weights = [Weight(rows, K, group_size, dtype=dtype, **options) for _, _, rows in KINDS[kind]]

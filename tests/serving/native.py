@@ -30,7 +30,7 @@ def activation(scheme: Scheme) -> Activation:
 
 
 def exact(scheme: Scheme) -> Scheme:
-    """As a checkpoint of a model in DTYPE says it."""
+    """The scheme as a checkpoint of a model in DTYPE states it."""
     return replace(scheme, scale_dtype=scheme.scale_dtype or DTYPE) if scheme.weights == "int4" else scheme
 
 

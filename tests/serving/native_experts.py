@@ -61,7 +61,7 @@ def _expert(parts: dict[str, list[Tensor]], interleaved: bool) -> dict[str, Tens
 def check_parts(
     parts: list[Tensor], scheme: Scheme, dense: list[dict[str, Tensor]], given: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """The sum of what processes gave, each of which has a part of every expert."""
+    """The sum of the results of processes that each have a part of every expert."""
     what, y = activation(scheme), torch.stack(parts).sum(0)
     if scheme.activations == "float":
         check(y, dense, *given)

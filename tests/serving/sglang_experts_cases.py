@@ -40,7 +40,7 @@ TENSOR = {key: Activation("fp8", group_size=0, static_scale=scale) for key, scal
 
 
 def added(method: str, config: dict[str, Any], states: list[State], given: Any, ranks: int, **options: Any) -> Tensor:
-    """The sum over processes of what their parts of the experts give."""
+    """The sum over processes of the results of their parts of the experts."""
     y = torch.zeros(len(given[0]), K, dtype=torch.float64)
     for rank in range(ranks):
         experts = Experts(method, config, rank, ranks, **options)
@@ -67,7 +67,7 @@ def test_compressed_tensors(case: str, tokens: int, ranks: int) -> None:
 
 
 def with_order(states: list[State], group: int) -> list[State]:
-    """GPTQ's checkpoints say which column is of which group."""
+    """GPTQ checkpoints state the group of each column."""
     orders = {
         key: torch.arange(k, dtype=torch.int32) // (k if group == -1 else group) for key, (_, _, k) in SHARDS.items()
     }
@@ -110,7 +110,7 @@ def test_groups_that_sglang_halves_for_narrow_shares(kind: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_layouts_of_cpus(kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where SGLang reads GPTQ with zero points, too."""
+    """On CPUs SGLang also reads GPTQ with zero points."""
     monkeypatch.setitem(quantization.QUANTIZATION_METHODS, kind, {"gptq": CPUGPTQConfig, "awq": AWQCPUConfig}[kind])
     layouts.register()
     torch.manual_seed(2)
@@ -146,7 +146,7 @@ def eight_bits(method: str, case: str) -> tuple[dict[str, Any], list[State], lis
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_eight_bits(name: str, ranks: int) -> None:
-    """Gate and up keep a scale each, where they have them."""
+    """Gate and up keep separate scales if they have them."""
     torch.manual_seed(ranks)
     method, case, activations, same = EIGHT_BITS[name]
     config, states, dense = eight_bits(method, case)
@@ -186,7 +186,7 @@ def test_choices_that_are_no_expert_count_as_zero() -> None:
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_the_factor_of_routed_experts(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which models apply themselves where there is no GPU."""
+    """Models apply the factor themselves where there is no GPU."""
     torch.manual_seed(5)
     experts, dense = loaded(routed_scaling_factor=2.5)
     assert not experts.layer.should_fuse_routed_scaling_factor_in_topk
@@ -196,7 +196,7 @@ def test_the_factor_of_routed_experts(gpu: bool, monkeypatch: pytest.MonkeyPatch
 
 
 def test_router_weights_that_multiply_the_input() -> None:
-    """Of the one expert that a token has (Llama 4)."""
+    """Router weights of a token's only expert (Llama 4)."""
     torch.manual_seed(6)
     experts, dense = loaded(apply_router_weight_on_input=True, top_k=1)
     x, weights, ids = routing(9)
@@ -228,7 +228,7 @@ def test_weights_are_held_once(case: str) -> None:
 
 
 def test_other_weights_are_refused_once_they_are_packed() -> None:
-    """Which SGLang would pass over in silence."""
+    """SGLang would ignore them silently."""
     experts, _ = loaded()
     method = experts.layer.quant_method
     with pytest.raises(RuntimeError, match="qao: model.layers.0.mlp.experts .*QAO_SGLANG_DISABLED_METHODS"):

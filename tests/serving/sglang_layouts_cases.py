@@ -92,7 +92,7 @@ def test_gptq(bits: int, group_size: int, kind: str, size: int, dtype: str) -> N
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gptq_with_zero_points(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which SGLang reads on CPUs alone."""
+    """SGLang reads them on CPUs only."""
     monkeypatch.setitem(quantization.QUANTIZATION_METHODS, "gptq", CPUGPTQConfig)
     layouts.register()
     torch.manual_seed(size)
@@ -204,7 +204,7 @@ def test_a_weight_with_two_names_is_held_once() -> None:
 
 
 def test_a_checkpoint_may_join_matrices_itself() -> None:
-    """Then one scale stands for all of them."""
+    """Then one scale serves all of them."""
     torch.manual_seed(2)
     config, states, dense = fp8_checkpoint("gate_up", "static")
     joined = {**states[0], "weight": torch.cat([state["weight"] for state in states])}

@@ -86,7 +86,7 @@ def test_a_shard_that_ends_within_a_group() -> None:
 
 
 def test_reordered_columns_of_compressed_tensors() -> None:
-    """Which older checkpoints have."""
+    """Older checkpoints have such columns."""
     layer = torch.nn.Module()
     layer.scheme = CompressedTensorsWNA16("group", 4, 64)
     assert isinstance(kernels.of_compressed_tensors(None, layer, SHARE), kernels.PackQuantized)
@@ -126,7 +126,7 @@ def test_other_platforms() -> None:
 
 
 def test_a_weight_that_a_model_reads_itself() -> None:
-    """DeepSeek-V4 says so of some after it has made them."""
+    """DeepSeek-V4 sets this attribute of some layers after creating them."""
     layer = make("fp8", {**FP8, "weight_block_size": [128, 128]}).layer
     layer.keep_plain_weight_layout = True
     with mock.patch.object(Fp8LinearMethod, "process_weights_after_loading") as own:
@@ -136,7 +136,7 @@ def test_a_weight_that_a_model_reads_itself() -> None:
 
 
 def test_models_find_what_sglangs_own_method_has() -> None:
-    """DeepSeek's loader asks a method whether it knows of blocks, and the config where it doesn't."""
+    """DeepSeek's loader reads the block size from the method, or else from the config."""
     blocks = {**FP8, "weight_block_size": [128, 128]}
     found = make("fp8", blocks).layer.quant_method
     assert found.weight_block_size == [128, 128] and found.quant_config.get_name() == "fp8"

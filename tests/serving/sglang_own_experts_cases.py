@@ -101,7 +101,7 @@ def test_what_nobody_can_compute() -> None:
 
 
 def test_experts_that_transformers_calls_otherwise() -> None:
-    """A config has its names; tensors those that SGLang has, or they do not come."""
+    """The config has the checkpoint's names; tensors need SGLang's names, or they are not loaded."""
     config, tensors, dense = checkpoint(SCHEMES[0])
     modules = config["layers"][0]["modules"]
     modules[:] = [one.replace("mlp", "moe") for one in modules]

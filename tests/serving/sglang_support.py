@@ -40,7 +40,7 @@ from torch import Tensor  # noqa: E402
 
 @contextmanager
 def shard(rank: int, size: int) -> Iterator[None]:
-    """Layers that are made here are those of one of ``size`` processes."""
+    """Creates layers as in one of ``size`` processes."""
     group = SimpleNamespace(rank_in_group=rank, world_size=size)
     with (
         mock.patch.object(layers, "_resolve_linear_group", lambda parallel_group: group),
@@ -92,13 +92,13 @@ def load(
     size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Loaded:
-    """The layer that SGLang makes with ``--quantization method``, or for a checkpoint that says it."""
+    """The layer that SGLang creates for ``--quantization method`` or for a checkpoint with that method."""
     with engine(dtype):
         return Loaded(kind, quantization.QUANTIZATION_METHODS[method].from_config(config), states, rank, size)
 
 
 def make(method: str, config: dict[str, Any]) -> Loaded:
-    """A layer that is made and not loaded."""
+    """A layer that is created but not loaded."""
     with engine(), mock.patch.object(Loaded, "load", lambda self, states: None):
         return Loaded("column", quantization.QUANTIZATION_METHODS[method].from_config(config), [{}])
 
@@ -130,7 +130,7 @@ class Experts:
             yield
 
     def load(self, states: list[fused.State]) -> None:
-        """As models load the tensors of their experts."""
+        """Loads the tensors of experts as models do."""
         mapping = FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", fused.E)
         parameters = {f"{fused.PREFIX}.{name}": one for name, one in self.layer.named_parameters()}
         with self.process():

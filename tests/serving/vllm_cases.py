@@ -245,7 +245,7 @@ def tables() -> list[Any]:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
-    """What qao's logger in vLLM says, as if nothing had been said or had failed before."""
+    """Messages of qao's logger in vLLM, with the record of earlier messages and failures cleared."""
     monkeypatch.setattr(served, "_said", set())
     monkeypatch.setattr(qao.integrations.vllm, "_failed", set())
     with log_lines() as records:
@@ -292,7 +292,7 @@ def plain_key(config: Any) -> str:
 
 
 def test_the_compile_cache_distinguishes_qao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's folders of compiled graphs, by either way, with qao, without it, and with another qao."""
+    """Both cache keys of vLLM's compiled graphs differ with qao, without it, and with another qao."""
     monkeypatch.setattr(envs, "compile_factors", dict)
     config = VllmConfig()
     folders = {"qao": aot_compile_hash_factors(config), "key": [config.compute_hash()]}

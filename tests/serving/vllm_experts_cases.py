@@ -91,7 +91,7 @@ def test_experts(case: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("case", ["W4A16", "W4A16 g32"])
 def test_tensor_parallel(case: str) -> None:
-    """The sum over processes, of which each has a part of the width of every expert."""
+    """The sum over processes that each have a part of the width of every expert."""
     torch.manual_seed(0)
     config, states, dense = checkpoint(case)
     given, y = routing(9), torch.zeros(9, K, dtype=torch.float64)
@@ -184,7 +184,7 @@ def test_experts_of_fp8(case: str, group_size: int, ranks: int) -> None:
     ],
 )
 def test_what_is_left_to_vllm(case: str, options: dict[str, Any], words: str) -> None:
-    """With the reason in its log; on this CPU it has no kernels itself."""
+    """The reason is in vLLM's log; vLLM itself has no kernels for this CPU."""
     config, states, _ = checkpoint(case)
     said = mock.Mock()
     with engine(DTYPE), mock.patch.object(int_wna16.logger, "debug_once", said), pytest.raises(NotImplementedError):

@@ -156,7 +156,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", list(MIXTURES))
 def test_a_saved_mixture(family: str, tmp_path: Path, without_processes: None, logged: list[logging.LogRecord]) -> None:
-    """vLLM's experts give what those of transformers give, which have the same weights and operators."""
+    """vLLM's experts give the same results as transformers' with the same weights and operators."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SIZES | MIXTURES[family]))
     ours = getattr(transformers, f"{family}ForCausalLM")(config).to(DTYPE)

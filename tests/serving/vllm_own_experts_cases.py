@@ -56,7 +56,7 @@ def model_of(runner: Any) -> nn.Module:
 
 
 def load(config: dict[str, Any], tensors: dict[str, Tensor], *place: int, **options: Any) -> Any:
-    """vLLM's experts, loaded by what loads its models."""
+    """vLLM's experts, loaded by its model loader."""
     runner = make(config, *place, **options)
     loaded = AutoWeightsLoader(model_of(runner)).load_weights(tensors.items())
     assert loaded == {name.replace("experts.", "experts.routed_experts.") for name in tensors}

@@ -33,8 +33,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 kernels: Any = sys.modules.get("qao.integrations.vllm.kernels")
 
 
-# Of vLLM's compiled operators those that loading needs: one quantizes matrices anew that it joins and that have a scale
-# each, one arranges weights in floats for products that no test asks for.
+# Compiled operators of vLLM that loading needs: one requantizes joined matrices that have a scale each, one arranges
+# float weights for GEMMs that no test runs.
 _operators = torch.library.Library("_C", "FRAGMENT")
 _operators.define("static_scaled_fp8_quant(Tensor(a!) result, Tensor input, Tensor scale, int[]? shape) -> ()")
 _operators.define("convert_weight_packed(Tensor weight) -> Tensor")
@@ -52,7 +52,7 @@ def _convert_weight_packed(weight: Tensor) -> Tensor:
 
 @contextmanager
 def log_lines() -> Iterator[list[logging.LogRecord]]:
-    """What qao's logger in vLLM says from here on."""
+    """Messages of qao's logger in vLLM from now on."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -83,7 +83,7 @@ def engine(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def shard(rank: int, size: int) -> Iterator[None]:
-    """Layers that are made here are those of one of ``size`` processes."""
+    """Creates layers as in one of ``size`` processes."""
     with (
         mock.patch.object(layers, "get_tensor_model_parallel_rank", lambda: rank),
         mock.patch.object(layers, "get_tensor_model_parallel_world_size", lambda: size),
