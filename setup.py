@@ -36,7 +36,7 @@ if sys.version_info < (3, 10, 6):
     sys.exit(f"qao needs Python 3.10.6 or newer; this is {sys.version.split()[0]} ({sys.executable}).")
 
 if sys.platform != "linux":
-    sys.exit(f"qao runs on Linux alone; this is {sys.platform}. On Windows use WSL 2, on macOS a Linux container.")
+    sys.exit(f"qao only runs on Linux; this is {sys.platform}. On Windows use WSL 2, on macOS a Linux container.")
 
 ROOT = Path(__file__).resolve().parent
 ARCH = os.environ.get("QAO_ARCH") or platform.machine()

@@ -110,7 +110,7 @@ def test_quantized_model(model: Bigrams, tokens: Tensor) -> None:
     "arguments,message",
     [
         ({"tokens": [3]}, "two or more"),
-        ({"tokens": [3, -100, 4]}, "from 0 on"),
+        ({"tokens": [3, -100, 4]}, "ids >= 0"),
         ({"tokens": [3, 4], "window": 0}, "at least 1"),
         ({"tokens": [3, 4], "num_bytes": 0}, "at least 1"),
     ],

@@ -67,7 +67,7 @@ def test_what_is_not_quantized_stays_in_floats() -> None:
 
 def test_cuts_within_what_shares_a_scale() -> None:
     content, states, _ = checkpoint("row", qao.Int4WeightOnly(256))
-    with pytest.raises(ValueError, match="gets 128 columns, which int4 g256 .* between 256 columns. Choose another"):
+    with pytest.raises(ValueError, match="gets 128 columns, but int4 g256 .* at multiples of 256 columns. Choose"):
         load("row", content, states, 0, 4)
 
 

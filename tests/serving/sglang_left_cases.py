@@ -173,7 +173,7 @@ def test_what_has_gone_is_named_and_sglang_goes_on(
     layouts._choice.cache_clear()
     config = quantization.QUANTIZATION_METHODS["fp8"].from_config(FP8)
     assert type(config.get_quant_method(LinearBase.__new__(LinearBase), "a")) is Fp8LinearMethod
-    assert "for linear layers, which run on sglang's own: ModuleNotFoundError" in caplog.text
+    assert "for linear layers, which use sglang's own kernels: ModuleNotFoundError" in caplog.text
     assert "QAO_DISABLE_SGLANG=1" in caplog.text
     layouts._choice.cache_clear()
 

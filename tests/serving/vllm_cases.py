@@ -272,7 +272,7 @@ def test_what_has_gone_is_named_and_the_rest_left_as_it_is(
     before = tables()
     qao.integrations.vllm.register()
     [record] = said
-    assert record.levelname == "ERROR" and "for linear layers, which run on vllm's own" in record.getMessage()
+    assert record.levelname == "ERROR" and "for linear layers, which use vllm's own kernels" in record.getMessage()
     assert "AttributeError" in record.getMessage() and "_FP8_BLOCK_KERNELS" in record.getMessage()
     assert "QAO_DISABLE_VLLM=1" in record.getMessage()
     assert tables() == before

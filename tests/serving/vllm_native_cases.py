@@ -99,12 +99,12 @@ def test_layers_that_are_joined_must_be_quantized_alike() -> None:
 @pytest.mark.parametrize(
     ("scheme", "kind", "size", "message"),
     [
-        (qao.Int4WeightOnly(256), "row", 4, "gets 128 columns, which int4 g256 .* between 256 columns. Choose another"),
-        (qao.Int4WeightOnly(-1), "row", 16, "gets 32 columns, .* between 64 columns"),
-        (qao.Int4WeightOnly(32), "column", 32, r"gets matrices of \[8\] rows, .* between 16 rows"),
-        (qao.Fp4WeightOnly("nvfp4"), "row", 16, "gets 32 columns, which fp4 nvfp4 .* between 64 columns"),
-        (qao.Fp4WeightOnly(), "gate_up", 32, r"gets matrices of \[8, 8\] rows, .* between 16 rows"),
-        (qao.Float8WeightOnly("block"), "gate_up", 4, r"gets matrices of \[64, 64\] rows, .* between 128 rows"),
+        (qao.Int4WeightOnly(256), "row", 4, "gets 128 columns, but int4 g256 .* at multiples of 256 columns. Choose"),
+        (qao.Int4WeightOnly(-1), "row", 16, "gets 32 columns, .* at multiples of 64 columns"),
+        (qao.Int4WeightOnly(32), "column", 32, r"gets matrices of \[8\] rows, .* at multiples of 16 rows"),
+        (qao.Fp4WeightOnly("nvfp4"), "row", 16, "gets 32 columns, but fp4 nvfp4 .* at multiples of 64 columns"),
+        (qao.Fp4WeightOnly(), "gate_up", 32, r"gets matrices of \[8, 8\] rows, .* at multiples of 16 rows"),
+        (qao.Float8WeightOnly("block"), "gate_up", 4, r"gets matrices of \[64, 64\] rows, .* at multiples of 128 rows"),
     ],
 )
 def test_cuts_within_what_shares_a_scale(scheme: Scheme, kind: str, size: int, message: str) -> None:
