@@ -201,3 +201,55 @@ def test_weight_in_a_compiled_function() -> None:
     x = torch.randn(3, 96)
     expected = layer(x.bfloat16()) + layer.dequantize(torch.bfloat16).sum()
     assert torch.allclose(compiled(x).float(), expected.float(), rtol=2**-7)
+
+
+def test_reads_of_weight_in_a_compiled_function() -> None:
+    """All in one graph without breaks: each is traced in another way."""
+    layer = make(qao.Int8WeightOnly, torch.float32)
+
+    def read(weight: Tensor, x: Tensor) -> list[Tensor]:
+        facts = weight.shape[0] * weight.dim() + weight.numel() + weight.is_floating_point() + weight.requires_grad
+        x = x.to(weight.device, weight.dtype) * facts
+        products = [nn.functional.linear(x, weight), x @ weight.T, (x @ weight.mT).mul_(2), x[:, :1].mul_(weight[0, 0])]
+        views = [*weight.split(8), *weight.chunk(2), weight.unflatten(0, (8, 5)), weight.data[1:3, None], weight.t()]
+        values = [weight.norm(dim=1), 1 - weight, 2 / weight, weight**2, torch.cat([weight, x]), *weight.max(dim=1)]
+        return [*products, *(view + 1 for view in views), *values, weight.clone().zero_(), torch.empty(1).copy_(facts)]
+
+    compiled = torch.compile(lambda x: read(layer.weight, x), backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 96)
+    for actual, expected in zip(compiled(x.clone()), read(layer.dequantize(torch.float32), x), strict=True):
+        assert type(actual) is Tensor
+        torch.testing.assert_close(actual, expected)
+
+
+_COMPILED_WRITES = (
+    *("copy_", "setitem", "iadd", "data.copy_", "data[:]", "init of data", "init", "row", "t", "mT", "detach", "view"),
+    *("chunk", "split", "chain", "to", "out", "masked_fill_", "requires_grad_"),
+)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_writes_through_weight_in_a_compiled_function(fullgraph: bool) -> None:
+    layer = make(qao.Int8WeightOnly, torch.float32)
+    for name in _COMPILED_WRITES:
+
+        def write(x: Tensor, name: str = name) -> Tensor:
+            _WRITES[name](layer.weight)
+            return layer(x)
+
+        with torch.no_grad(), pytest.raises(RuntimeError, match="load_float_.*update_.*dequantize"):
+            torch.compile(write, backend="eager", fullgraph=fullgraph)(torch.randn(3, 96))
+
+
+def test_weight_across_graph_breaks() -> None:
+    layer = make(qao.Int8WeightOnly, torch.float32)
+
+    def broken(x: Tensor) -> Tensor:
+        weight, transposed, row = layer.weight, layer.weight.mT, layer.weight[0]
+        torch._dynamo.graph_break()
+        return x @ transposed + weight.sum() + row.sum()
+
+    x, weight = torch.randn(3, 96), layer.dequantize(torch.float32)
+    torch.testing.assert_close(
+        torch.compile(broken, backend="eager")(x), x @ weight.mT + weight.sum() + weight[0].sum()
+    )

@@ -13,6 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _said = False
 
+READ_ONLY = (
+    "is computed from layer.qweight and cannot be written. Quantize another weight into the layer with "
+    "layer.load_float_(weight), into a whole model with qao.update_(model, state_dict). To train or to edit the "
+    "weight, return to floats with qao.dequantize_(model); layer.dequantize() is a copy."
+)
+
 
 class DequantizedWeight(Tensor):
     """The weight [N, K] of a quantized layer, for models that read it instead of calling the layer; or a view of it.
@@ -79,7 +85,7 @@ class DequantizedWeight(Tensor):
         kwargs = kwargs or {}
         for value in _written(func, args, kwargs):
             if isinstance(value, cls):
-                value._refuse_write(str(func))
+                value.refuse_write(str(func))
         if func in _LAZY and isinstance(args[0], cls):
             weight, others = args[0], args[1:]
             like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
@@ -102,13 +108,8 @@ class DequantizedWeight(Tensor):
     def _view(cls, dense: Tensor) -> DequantizedWeight:
         return cls(dense, dense.device, lambda: dense)
 
-    def _refuse_write(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"{what}: layer.weight of a quantized layer {list(self.shape)} is computed from layer.qweight and cannot "
-            "be written. To quantize another weight into the layer, call layer.load_float_(weight); for a whole "
-            "model, qao.update_(model, state_dict). To train or edit the weight, return to float with "
-            "qao.dequantize_(model); layer.dequantize() is a copy."
-        )
+    def refuse_write(self, what: str) -> NoReturn:
+        raise RuntimeError(f"{what}: layer.weight of a quantized layer {list(self.shape)} {READ_ONLY}")
 
     def _refuse_address(self, what: str) -> NoReturn:
         raise RuntimeError(
@@ -133,7 +134,7 @@ class DequantizedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._refuse_write("weight.data = ...")
+        self.refuse_write("weight.data = ...")
 
     @property
     def grad(self) -> Tensor | None:
@@ -142,7 +143,7 @@ class DequantizedWeight(Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            self._refuse_write("weight.grad = ...")
+            self.refuse_write("weight.grad = ...")
 
     @grad.deleter
     def grad(self) -> None:
@@ -158,7 +159,7 @@ class DequantizedWeight(Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> DequantizedWeight:
         if requires_grad:
-            self._refuse_write("weight.requires_grad_()")
+            self.refuse_write("weight.requires_grad_()")
         return self
 
     @property
@@ -176,13 +177,13 @@ class DequantizedWeight(Tensor):
         return self  # it requires no gradient
 
     def apply_(self, *_: Any) -> NoReturn:
-        self._refuse_write("apply_")
+        self.refuse_write("apply_")
 
     def map_(self, *_: Any) -> NoReturn:
-        self._refuse_write("map_")
+        self.refuse_write("map_")
 
     def map2_(self, *_: Any) -> NoReturn:
-        self._refuse_write("map2_")
+        self.refuse_write("map2_")
 
     # ---- copies ----------------------------------------------------------------------------------------------------
 

@@ -153,6 +153,10 @@ class PackedModule(Updatable, nn.Module):
     def weight(self) -> Tensor:
         """The dequantized weight [N, K] in ``dtype``, read-only. Each use computes it again; see DequantizedWeight."""
         # Dynamo drops unused results, and fx.symbolic_trace needs parameters as nodes, so both dequantize directly.
+        if torch.compiler.is_dynamo_compiling():
+            from .compiled_weight import CompiledWeight  # imports torch._dynamo
+
+            return CompiledWeight.of(self.dequantize(self.dtype))
         if torch.compiler.is_compiling() or isinstance(self.qweight, torch.fx.Proxy):
             return self.dequantize(self.dtype)
         return DequantizedWeight.of(self.shape, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
