@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 VERSION = 2  # of rotated weights, which older versions would misread; others still have version 1
 MARKER = "pip_install_qao"
 TRIPWIRE = "weight"
 _TRIPWIRE_TEXT = b"pip install qao\n"
+# Markers in state dicts of live layers. Those in a state dict of empty tensors, to be loaded, have no content yet.
+of_layers = WeakTensorKeyDictionary()
 _LONGEST = 1 << 16  # bytes of JSON; a layer needs some 200
 
 

@@ -310,7 +310,8 @@ class PackedModule(Updatable, nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + marker.TRIPWIRE] = self._beside(marker.tripwire())
-        destination[prefix + marker.MARKER] = self.pip_install_qao
+        destination[prefix + marker.MARKER] = entry = self.pip_install_qao
+        marker.of_layers[entry] = True
 
     def _load_from_state_dict(
         self,
