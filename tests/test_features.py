@@ -365,15 +365,12 @@ def test_a_bias_is_pruned_and_parametrised() -> None:
     [
         lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(48, 64))),
         lambda layer: setattr(layer, "weight", torch.zeros(48, 64)),
-        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
     ],
-    ids=["Parameter", "Tensor", "pruned"],
+    ids=["Parameter", "Tensor"],
 )
 def test_the_weight_is_not_set(change: Callable[[nn.Module], object]) -> None:
     layer = qao.QuantLinear.from_linear(nn.Linear(64, 48), qao.Int8WeightOnly())
-    with pytest.raises(
-        AttributeError, match="cannot be set, pruned or parametrized. Make a module of the float weight"
-    ):
+    with pytest.raises(AttributeError, match="cannot be set. .* layer.load_float_.* qao.dequantize_"):
         change(layer)
     assert layer(values(3, 64, device="cpu")).shape == (3, 48)
 

@@ -87,7 +87,8 @@ def install() -> None:
     listeners.dequantized.append(registration.detach)
     for module, part in _PARTS.items():
         when_imported(module, partial(register_part, f"qao.integrations.{part}"))
-    register_part("qao.integrations.torch.state_dicts")
+    for part in ("state_dicts", "replaced_tensors"):
+        register_part(f"qao.integrations.torch.{part}")
 
 
 class _Finder(MetaPathFinder):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..ops import modes
 from ..schemes import Int4Weight, PackedWeight, Scheme
 from . import cuda_build, marker
 from .dequantized_weight import DequantizedWeight
@@ -60,15 +61,15 @@ class PackedModule(Updatable, nn.Module):
         self._freeze()
 
     def _freeze(self) -> None:
-        """Makes ``model.requires_grad_()`` skip the packed tensors; torch would raise for integers.
+        """Makes ``model.requires_grad_()`` skip the packed tensors, for which torch would raise, and notes their sizes.
 
-        It sets an attribute of each Parameter, because a Parameter subclass makes compiled calls 10 % slower. Code that
+        It sets attributes of each Parameter, because a Parameter subclass makes compiled calls 10 % slower. Code that
         replaces Parameters calls this again.
         """
         for tensor in self.packed.tensors().values():
             if tensor is not None:
                 tensor.requires_grad_ = _stay_frozen  # type: ignore[method-assign, assignment]
-        self.qweight.packed_sizes = self._sizes  # type: ignore[attr-defined]
+                tensor.packed_sizes = self._sizes  # type: ignore[attr-defined]
 
     @property
     def packed(self) -> PackedWeight:
@@ -172,16 +173,46 @@ class PackedModule(Updatable, nn.Module):
         self.qweight, self.scales = other.qweight, other.scales
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name in ("weight", "weight_orig"):  # pruning registers weight_orig
+        if name == "weight":
             raise AttributeError(
-                f"{type(self).__name__}.weight is computed from qweight and cannot be set, pruned or parametrized. "
-                "Make a module of the float weight instead: qao.QuantLinear.from_linear(linear, scheme)."
+                f"{type(self).__name__}.weight is computed from qweight and cannot be set. Quantize another weight "
+                "into the layer with layer.load_float_(weight), or return to floats with qao.dequantize_(model)."
             )
+        if name.endswith("_orig"):  # pruning registers it before it deletes the tensor
+            self.refuse_reparametrization(name.removesuffix("_orig"), "prune")
         if param is not None and name in PackedWeight._fields:
             self._check_assigned(name, param)
         super().register_parameter(name, param)
 
-    def _check_assigned(self, name: str, param: nn.Parameter) -> None:
+    def __delattr__(self, name: str) -> None:
+        if self._parameters.get(name) is not None:  # parametrizations delete the tensor that they compute
+            self.refuse_reparametrization(name, f"del {name}")
+        super().__delattr__(name)
+
+    def refuse_reparametrization(self, name: str, what: str) -> None:
+        """Raises TypeError if ``name`` is the weight or one of its packed tensors."""
+        if name == "weight" or name in PackedWeight._fields:
+            raise TypeError(
+                f"{what}: {name} of this {self._label()} belongs to a quantized weight, which cannot be pruned or "
+                "parametrized (weight_norm, spectral_norm). Return to floats with qao.dequantize_(model), change the "
+                "weight there, and quantize the result."
+            )
+
+    def check_given(self, given: Mapping[str, Tensor], prefix: str) -> None:
+        """Raises ValueError if tensors, by their names in this layer's state dict, are of another scheme or size."""
+        for name, tensor in given.items():
+            if name in PackedWeight._fields:
+                self._check_assigned(name, tensor)
+        tensors = given.get("qweight", self.qweight), given.get("scales", self.scales)
+        if any(modes.has_no_numbers(t) or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+            return
+        if marker.MARKER in given:
+            self.check_marker(given[marker.MARKER], prefix + marker.MARKER)
+        elif not any(hasattr(tensor, "packed_sizes") or hasattr(tensor, "device_mesh") for tensor in tensors):
+            if tensors[0].data_ptr() != self.qweight.data_ptr():
+                self._check_padding(*tensors, prefix)
+
+    def _check_assigned(self, name: str, param: Tensor) -> None:
         """Raises ValueError if ``layer.<name> = param`` would assign a tensor that does not fit this layer's weight."""
         own = self._parameters.get(name)
         if own is None:
