@@ -71,6 +71,14 @@ def test_tensors_with_several_names(tmp_path: Path) -> None:
             open_checkpoint(tmp_path)
 
 
+def test_native_header_of_a_newer_version(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(qao.QuantLinear.from_linear(torch.nn.Linear(64, 16), qao.Int8WeightOnly()))
+    write(tmp_path, model.state_dict(), {}, qao="2")
+    for load in (open_checkpoint, lambda path: qao.load(path, model)):
+        with pytest.raises(CheckpointError, match="header: written by a newer qao .*pip install -U qao"):
+            load(tmp_path)
+
+
 def test_native_marker_that_lies(tmp_path: Path) -> None:
     layer = qao.QuantLinear.from_linear(torch.nn.Linear(64, 16), qao.Int4WeightOnly(32))
     tensors = {f"a.{name}": tensor for name, tensor in layer.state_dict().items()}

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import qao
 import torch
+from qao.checkpoints.shard_writer import ShardWriter
 from qao.cli import main
-from qao.cli.shards import ShardWriter
 from qao.diagnostics import doctor
 from qao.nn.packed_module import PackedModule
 from torch import Tensor
@@ -360,7 +360,7 @@ def test_signals(number: int, status: int, said: str, tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("out.tmp-*/part-*")) and process.poll() is None and time.monotonic() < deadline:
+    while not list(tmp_path.glob("out.tmp-*/.part-*")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(number)
     _, text = process.communicate(timeout=60)
@@ -409,12 +409,11 @@ def test_shards_are_read_by_safetensors(tmp_path: Path) -> None:
         "transposed": torch.randn(4, 6).bfloat16().t(),
         "double": torch.randn(3).double(),
     }
-    writer = ShardWriter(tmp_path, {"format": "pt"}, 1 << 30)
-    for name, tensor in tensors.items():
-        writer.add({name: tensor})
-    with pytest.raises(Exception, match="odd: two tensors have this name"):
-        writer.add({"odd": tensors["odd"]})
-    writer.close()
+    with ShardWriter(tmp_path, {"format": "pt"}, 1 << 30) as writer:
+        for name, tensor in tensors.items():
+            writer.add({name: tensor})
+        with pytest.raises(ValueError, match="odd: two tensors have this name"):
+            writer.add({"odd": tensors["odd"]})
     loaded = safetensors_torch.load_file(tmp_path / "model.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -175,21 +177,64 @@ def test_a_second_save_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     assert torch.equal(qao.load(tmp_path, Tied())(IDS), model(IDS))
 
 
-def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import safetensors.torch
+@pytest.mark.parametrize("name", ["model.safetensors", "directory"])
+def test_a_full_disk_changes_nothing_and_the_error_names_the_path(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    qao.save(Tied(), path)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.safetensors")}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{re.escape(str(path))}'"):
+            qao.save(Tied(), path, max_shard_size=1500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
-    file = tmp_path / "model.safetensors"
-    qao.save(Tied(), file)
-    before = file.read_bytes()
 
-    def fail(tensors: Any, path: Any, metadata: Any) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError("no space left")
+def test_a_stopped_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qao.save(Tied(), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fail)
-    with pytest.raises(OSError, match="no space"):
-        qao.save(Tied(), file)
-    assert file.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    def stop(tensor: torch.Tensor) -> torch.Tensor:
+        assert len(list(tmp_path.iterdir())) > 1  # some of it is on the disk
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", stop)
+    with pytest.raises(KeyboardInterrupt):
+        qao.save(Tied(), tmp_path)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
+
+
+def test_a_save_is_what_safetensors_writes(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    dtypes = [torch.uint8, torch.int64, torch.bfloat16, torch.complex64, torch.bool, torch.float32, torch.float8_e4m3fn]
+    model = nn.Module()
+    for index, dtype in enumerate([*dtypes, *dtypes]):
+        model.register_buffer(f"b{index * 5 % 14}", torch.ones(3 + index % 2).to(dtype))
+    model.register_buffer("é", torch.zeros(0, 3))
+    model.register_buffer("transposed", torch.randn(4, 6).t())
+    qao.save(model, tmp_path / "a.safetensors")
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / "b.safetensors", {"format": "pt", "qao": "1"})
+    ours, theirs = ((tmp_path / f"{name}.safetensors").read_bytes().partition(b"}") for name in "ab")
+    assert ours[0].endswith(b'{"__metadata__":{"format":"pt","qao":"1"')  # in any order in the library's files
+    assert ours[2] == theirs[2]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    qao.load(tmp_path / "a.safetensors", model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="wide: qao writes no torch.complex128"):
+        model.register_buffer("wide", torch.zeros(2).to(torch.complex128))
+        qao.save(model, tmp_path / "a.safetensors")
+
+
+def test_a_long_header_is_of_one_file(tmp_path: Path) -> None:
+    model = nn.Module()
+    for name in ("a", "b" * 300_000, "c"):
+        model.register_buffer(name, model.a if name.startswith("b") else torch.ones(2))
+    assert qao.save(model, tmp_path) == [tmp_path / "model.safetensors"]
+    assert qao.load(tmp_path, model) is model
 
 
 def quantized(path: Path) -> nn.Module:

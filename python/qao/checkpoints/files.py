@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,11 @@ import torch
 from torch import Tensor
 
 from .base import Checkpoint, CheckpointError, QuantizedLayer
+from .shard_writer import DTYPES, INDEX, WHOLE
 
-__all__ = ["SafetensorsCheckpoint", "TensorFiles", "read_json"]
+__all__ = ["HeldTensors", "SafetensorsCheckpoint", "TensorFiles", "read_json"]
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNMENT = 64  # bytes, torch's allocation alignment
 _LARGEST_JSON = 256 << 20  # bytes; an index of a million tensors has 100 MB
@@ -115,8 +99,11 @@ class TensorFiles:
         if name in self or not known:
             raise self.error(name, f"the header says that it is the same tensor as {stored!r:.80}, which is impossible")
         self._aliases[name] = stored
-        self._handles[name], self._file[name] = self._handles[stored], self._file[stored]
         self._facts[name] = self._facts[stored]
+
+    def stored(self, name: str) -> str:
+        """The name in the file of a tensor or of its alias."""
+        return self._aliases.get(name, name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,7 +120,7 @@ class TensorFiles:
 
     def error(self, name: str, message: str) -> CheckpointError:
         """Build an error about a tensor."""
-        where = self._file.get(name) or str(self.directory)
+        where = self._file.get(self.stored(name)) or str(self.directory)
         return CheckpointError(f"{where}: {name}: {message}")
 
     def check(self, name: str, dtypes: Iterable[torch.dtype], *shapes: tuple[int, ...]) -> None:
@@ -158,15 +145,17 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, aligned for kernels (in the file it may have any alignment)."""
+        stored = self.stored(name)
         try:
-            tensor: Tensor = self._handles[name].get_tensor(self._aliases.get(name, name))
+            tensor: Tensor = self._handles[stored].get_tensor(stored)
         except (OSError, safetensors.SafetensorError, RuntimeError) as error:
             raise self.error(name, f"cannot be read: {error}") from error
         return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
     def part(self, name: str, index: Any) -> Tensor:
+        stored = self.stored(name)
         try:
-            return self._handles[name].get_slice(self._aliases.get(name, name))[index]  # type: ignore[no-any-return]
+            return self._handles[stored].get_slice(stored)[index]  # type: ignore[no-any-return]
         except (OSError, safetensors.SafetensorError, RuntimeError) as error:
             raise self.error(name, f"cannot be read: {error}") from error
 
@@ -190,14 +179,26 @@ class TensorFiles:
         return value
 
 
+class HeldTensors(TensorFiles):
+    """Tensors in memory with the interface of ``TensorFiles``; ``where``: a path for errors."""
+
+    def __init__(self, where: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.directory, self.metadata = where, {}
+        self._tensors, self._file, self._aliases = tensors, {}, {}
+        self._facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[self.stored(name)].detach().cpu()
+
+
 def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
     """The safetensors files of a directory, each with the tensors that an index lists for it."""
     indices = sorted(directory.glob("*.safetensors.index.json"))
     files = sorted(directory.glob("*.safetensors"))
-    if (directory / "model.safetensors") in files:
-        return {directory / "model.safetensors": None}
-    if (directory / "model.safetensors.index.json") in indices:
-        return _of_index(directory / "model.safetensors.index.json")
+    if (directory / WHOLE) in files:
+        return {directory / WHOLE: None}
+    if (directory / INDEX) in indices:
+        return _of_index(directory / INDEX)
     if len(indices) == 1:
         return _of_index(indices[0])
     if not indices and len(files) == 1:

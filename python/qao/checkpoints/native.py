@@ -3,27 +3,95 @@
 <layer>.pip_install_qao   uint8, JSON: scheme, sizes, dtype; see nn/marker.py
 <layer>.weight            uint8, the tripwire for other loaders; dropped
 <layer>.qweight, .scales, .weight_sums, .activation_scale, .row_scales   the tensors of a QuantLinear
-header                    "aliases": JSON, further names of tensors that several layers share
+header                    "qao": version of the header; "aliases": JSON, further names of tensors that several layers
+                          share
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..nn import marker
 from ..schemes import Int4Weight, Scheme, scheme_from_dict
 from .base import Plain, QuantizedLayer
-from .files import TensorFiles
-from .settings import Settings
 
-__all__ = ["NativeLayer", "is_native", "read"]
+if TYPE_CHECKING:
+    from .files import TensorFiles  # imports safetensors, and ``import qao`` does not
 
+__all__ = ["VERSION", "add_aliases", "entries", "header", "is_native", "markers", "markers_in_files", "read"]
+
+VERSION = 1  # version of the header's metadata; each layer's marker has a separate version
 _LARGEST = 1 << 31  # rows or columns; the product of two such numbers does not overflow
+
+
+def header(aliases: Mapping[str, str]) -> dict[str, str]:
+    """Metadata of a file's header."""
+    told = {"format": "pt", "qao": str(VERSION)}
+    return {**told, "aliases": json.dumps(aliases)} if aliases else told
+
+
+def add_aliases(files: TensorFiles) -> None:
+    """Add the further names of tensors in the header.
+
+    Raises:
+        CheckpointError: the header is of a newer qao, or its aliases are no names of tensors.
+    """
+    version, text = files.metadata.get("qao", "0"), files.metadata.get("aliases", "{}")
+    if not version.isdecimal() or int(version) > VERSION:
+        raise files.error("header", f"written by a newer qao (format {version!r:.20}): pip install -U qao")
+    try:
+        aliases = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise files.error("header", f"its aliases are no JSON: {error}") from error
+    if not isinstance(aliases, dict):
+        raise files.error("header", f"its aliases must be an object, not {aliases!r:.80}")
+    for name, stored in aliases.items():
+        files.alias(name, stored)
+
+
+_Path = str | os.PathLike[str]
+
+
+def entries(file: _Path, parts: Iterable[str] = (marker.MARKER, "scales")) -> dict[str, Any]:
+    """All names in a safetensors file, and in other files of ``torch.save``. See ``safetensors_entries``."""
+    if os.fspath(file).endswith(".safetensors"):
+        return safetensors_entries(file, parts)
+    return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)))
+
+
+def safetensors_entries(file: _Path, parts: Iterable[str] = (marker.MARKER, "scales")) -> dict[str, Any]:
+    """All names in a safetensors file. Only these parts of quantized layers are read."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as content:
+        names = list(content.keys())
+        layers = [layer for name in names if (layer := marker.layer_of(name)) is not None]
+        wanted = {f"{layer}.{part}".lstrip(".") for layer in layers for part in parts}
+        return {name: content.get_tensor(name) if name in wanted else None for name in names}
+
+
+def markers(state: Mapping[str, Any]) -> dict[str, marker.Marker]:
+    """Markers in a state dict by layer name.
+
+    Raises:
+        ValueError: a marker is unreadable or from a newer qao.
+    """
+    layers = ((marker.layer_of(key), key) for key in state)
+    return {layer: marker.decode(state[key], key) for layer, key in layers if layer is not None}
+
+
+def markers_in_files(files: Iterable[_Path]) -> dict[str, marker.Marker]:
+    """As ``markers``, for safetensors and ``torch.save`` files. Only the markers are read."""
+    return {name: found for file in files for name, found in markers(entries(file, [marker.MARKER])).items()}
 
 
 def is_native(names: tuple[str, ...]) -> bool:
@@ -51,13 +119,8 @@ def read(files: TensorFiles) -> list[QuantizedLayer]:
     Raises:
         CheckpointError: a marker is unreadable or from a newer qao, or tensors do not match their marker.
     """
-    try:
-        aliases = json.loads(files.metadata.get("aliases", "{}"))
-    except (ValueError, RecursionError) as error:
-        raise files.error("header", f"its aliases are not JSON: {error}") from error
-    for name, stored in Settings(aliases, f"{files.directory}: aliases"):
-        files.alias(name, stored)
-    return list(_layers(files, set(aliases.values())))
+    add_aliases(files)
+    return list(_layers(files, {files.stored(name) for name in files.names if files.stored(name) != name}))
 
 
 def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,19 @@ from ..ops import modes
 from ..quantization.module_swap import WrappedNames, unwrapped, without_wrappers
 from ..quantization.skeleton import Undo, make_room, undo
 from ..schemes import scheme_from_dict
+from . import native
+from .shard_writer import ShardWriter
 
-VERSION = 1  # version of the header's metadata; each layer's marker has a separate version
-_INDEX = "model.safetensors.index.json"
+if TYPE_CHECKING:
+    from .files import TensorFiles  # imports safetensors, and ``import qao`` does not
 
 
 @modes.neutral()
 def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> list[Path]:
     """Write the state dict of a module, with quantized and other layers, as safetensors.
 
-    Each file is written under a temporary name and then renamed, so that no reader sees a partial file. Tensors that
-    several names share are written once; ``load`` shares them again.
+    Each file is written under a temporary name and then renamed, so that no reader sees a partial file. Tensors on a
+    GPU are copied one at a time. Tensors that several names share are written once; ``load`` shares them again.
 
     Names are those of the model itself, without the prefixes of ``torch.compile`` and data parallelism (``_orig_mod.``,
     ``module.``). ``load`` finds them in models with and without these prefixes.
@@ -44,44 +46,21 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
 
     Raises:
         TypeError: an entry of the state dict is no plain tensor, or is sharded.
-        ValueError: a tensor is on meta and has no values.
+        ValueError: a tensor is on meta and has no values, or its dtype is not written.
+        OSError: for example, the disk is full. Files of an earlier save are unchanged.
     """
-    from safetensors.torch import save_file
-
     path = Path(path)
     state = unwrapped(module).state_dict()
     bare = without_wrappers(state)
     tensors, aliases = unshared({bare[name]: tensor for name, tensor in state.items()})
-    metadata = header(aliases)
     single = path.suffix == ".safetensors"
     directory = path.parent if single else path
     directory.mkdir(parents=True, exist_ok=True)
-    shards = [list(tensors)] if single else _shards(tensors, max_shard_size)
-    if single or len(shards) == 1:
-        names = [path.name if single else "model.safetensors"]
-    else:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    files = [directory / name for name in names]
-    halves = [file.with_name(f".{file.name}.{os.getpid()}.part") for file in files]
-    try:
-        for half, shard in zip(halves, shards, strict=True):
-            save_file({name: tensors[name].contiguous() for name in shard}, half, metadata)
-        if not single:  # files of an earlier save, which an index or a reader of the directory would include
-            for stale in [directory / _INDEX, *directory.glob("model*.safetensors")]:
-                if stale not in files:
-                    stale.unlink(missing_ok=True)
-        for half, file in zip(halves, files, strict=True):
-            os.replace(half, file)
-    finally:
-        for half in halves:
-            half.unlink(missing_ok=True)
-    if len(files) > 1:
-        weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        half = directory / f".{_INDEX}.{os.getpid()}.part"
-        half.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
-        os.replace(half, directory / _INDEX)
-    return files
+    limit, only = (math.inf, path.name) if single else (max_shard_size, None)
+    with ShardWriter(directory, native.header(aliases), limit, name=only, compact=True) as writer:
+        for name, tensor in tensors.items():
+            writer.add({name: tensor})
+    return writer.files
 
 
 @modes.neutral(defaults=False)
@@ -130,37 +109,21 @@ def load(
     model = unwrapped(module)
     own = next(model.parameters(), None)
     home = device if device is not None else "cpu" if own is None or own.is_meta else own.device
-    files: Any = TensorFiles(path)
+    files = TensorFiles(path)
+    native.add_aliases(files)
     try:
-        names = _fit(model, files, _aliases(files.metadata, path))
+        names = _fit(model, files)
     except ValueError:
         loaded = _by_transformers(path, model)
         if loaded is None:
             raise
-        files, aliases = loaded
-        names = _fit(model, files, aliases)
+        files = loaded
+        names = _fit(model, files)
     _load(model, files, names, home)
     return module
 
 
-class _Held:
-    """The tensors of a loaded model, with the interface of ``TensorFiles``."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.directory, self._tensors = path, tensors
-        self.names = tuple(tensors)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
-def _by_transformers(path: Path, module: nn.Module) -> tuple[_Held, dict[str, str]] | None:
+def _by_transformers(path: Path, module: nn.Module) -> TensorFiles | None:
     """The tensors of a checkpoint under the names of ``module``, renamed, joined and tied by transformers.
 
     None if ``module`` is no transformers model, or the checkpoint belongs to another model.
@@ -168,7 +131,7 @@ def _by_transformers(path: Path, module: nn.Module) -> tuple[_Held, dict[str, st
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
-    from .files import read_json
+    from .files import HeldTensors, read_json
 
     file = path / "config.json"
     config: Any = module.config
@@ -183,17 +146,19 @@ def _by_transformers(path: Path, module: nn.Module) -> tuple[_Held, dict[str, st
     if info["missing_keys"] or info["unexpected_keys"]:
         return None
     tensors, aliases = unshared(model.state_dict())
-    return _Held(path, tensors), aliases
+    held = HeldTensors(path, tensors)
+    for name, stored in aliases.items():
+        held.alias(name, stored)
+    return held
 
 
-def _fit(model: nn.Module, files: Any, aliases: Mapping[str, str]) -> dict[str, str]:
+def _fit(model: nn.Module, files: TensorFiles) -> dict[str, str]:
     """Replace layers by quantized ones of the file. Returns names in the file by names in the model.
 
     Raises ValueError and leaves the model unchanged if the tensors do not match.
     """
-    stored = {**{name: name for name in files.names}, **aliases}
     places = WrappedNames(model)
-    names = {places[bare]: stored[name] for name, bare in without_wrappers(stored, model).items()}
+    names = {places[bare]: files.stored(name) for name, bare in without_wrappers(files.names, model).items()}
     done = _make_room(model, files, names)
     try:
         _check(model, files, names)
@@ -201,12 +166,6 @@ def _fit(model: nn.Module, files: Any, aliases: Mapping[str, str]) -> dict[str, 
         undo(done)
         raise
     return names
-
-
-def header(aliases: Mapping[str, str]) -> dict[str, str]:
-    """Metadata of a file's header."""
-    metadata = {"format": "pt", "qao": str(VERSION)}
-    return {**metadata, "aliases": json.dumps(aliases)} if aliases else metadata
 
 
 def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -235,35 +194,7 @@ def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
     return tensors, aliases
 
 
-def _shards(tensors: Mapping[str, Tensor], largest: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > largest:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.nbytes
-    return shards
-
-
-def _aliases(metadata: Mapping[str, str], path: Path) -> dict[str, str]:
-    """Further names of tensors, from the header."""
-    from . import CheckpointError
-
-    version = metadata.get("qao", "0")
-    if not version.isdecimal() or int(version) > VERSION:
-        raise CheckpointError(f"{path}: written by a newer qao (format {version!r:.20}): pip install -U qao")
-    try:
-        aliases = json.loads(metadata.get("aliases", "{}"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: metadata of the header: {error}") from error
-    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
-        raise CheckpointError(f"{path}: metadata of the header: aliases must be an object of names")
-    return aliases
-
-
-def _make_room(module: nn.Module, files: Any, names: Mapping[str, str]) -> Undo:
+def _make_room(module: nn.Module, files: TensorFiles, names: Mapping[str, str]) -> Undo:
     schemes, sizes, dtypes = {}, {}, {}
     for name, stored in names.items():
         prefix, _, last = name.rpartition(".")
@@ -281,16 +212,14 @@ def _make_room(module: nn.Module, files: Any, names: Mapping[str, str]) -> Undo:
     return make_room(module, schemes, sizes=sizes, dtypes=dtypes)
 
 
-def _check(module: nn.Module, files: Any, names: Mapping[str, str]) -> None:
+def _check(module: nn.Module, files: TensorFiles, names: Mapping[str, str]) -> None:
     """Check everything that is known before values are read."""
     expected = module.state_dict()
     problems = [f"missing: {name}" for name in expected if name not in names]
     problems += [f"unexpected: {name}" for name in names if name not in expected]
     for name, stored in names.items():
         own = expected.get(name)
-        if stored not in files:
-            problems.append(f"missing in the file: {stored}, which is also {name}")
-        elif isinstance(own, Tensor) and not name.endswith(marker.MARKER) and tuple(own.shape) != files.shape(stored):
+        if isinstance(own, Tensor) and not name.endswith(marker.MARKER) and tuple(own.shape) != files.shape(stored):
             problems.append(f"{name}: {list(files.shape(stored))} in the checkpoint, {list(own.shape)} in the module")
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
@@ -298,7 +227,7 @@ def _check(module: nn.Module, files: Any, names: Mapping[str, str]) -> None:
         raise ValueError(f"load: {files.directory}: not a checkpoint of this {type(module).__name__}:{text}")
 
 
-def _load(module: nn.Module, files: Any, names: Mapping[str, str], home: torch.device | str) -> None:
+def _load(module: nn.Module, files: TensorFiles, names: Mapping[str, str], home: torch.device | str) -> None:
     read: dict[str, Tensor] = {}
     for stored in dict.fromkeys(names.values()):
         tensor = files.read(stored)

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..checkpoints import files
 from ..checkpoints.base import Checkpoint
 from ..checkpoints.compressed_tensors.write import can_write, layer_tensors, quantization_config
-from ..checkpoints.save_load import VERSION
+from ..checkpoints.native import header
+from ..checkpoints.shard_writer import ShardWriter
 from ..integrations.huggingface.config import QaoConfig
 from ..nn.experts import QuantProjection
 from ..nn.linear import QuantLinear
@@ -28,7 +29,6 @@ from ..nn.packed_module import PackedModule
 from ..schemes import PackedWeight, Scheme
 from .common import Failure, memory, one_line, progress, size
 from .readable import check_readable
-from .shards import ShardWriter
 from .staging import staged
 
 _RENEW = 128 << 20  # bytes read until the source is reopened: pages of a mapped file count as process memory
@@ -93,21 +93,16 @@ def transfer(
     begun = time.monotonic()
     total, fresh = sum(step.bytes for step in steps), 0
     with staged(args.out, args.model, args.force) as directory:
-        metadata = {"format": "pt", "qao": str(VERSION)} | ({"aliases": json.dumps(aliases)} if aliases else {})
-        writer = ShardWriter(directory, metadata, int(args.shard_size * 1e9))
         source = reopen()
-        try:
-            with progress(args, total, args.command) as bar:
-                for step in steps:
-                    writer.add(step.make(source))
-                    bar.set_postfix_str(f"memory {size(memory()['now'])}", refresh=False)
-                    bar.update(step.bytes)
-                    fresh += step.bytes
-                    if fresh > _RENEW:
-                        source, fresh = reopen(), 0
-            writer.close()
-        finally:
-            writer.abandon()
+        written = ShardWriter(directory, header(aliases or {}), int(args.shard_size * 1e9))
+        with written as writer, progress(args, total, args.command) as bar:
+            for step in steps:
+                writer.add(step.make(source))
+                bar.set_postfix_str(f"memory {size(memory()['now'])}", refresh=False)
+                bar.update(step.bytes)
+                fresh += step.bytes
+                if fresh > _RENEW:
+                    source, fresh = reopen(), 0
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         check_readable(directory, layers, known or [], args.trust_remote_code)
         copy_others(args.model, directory)

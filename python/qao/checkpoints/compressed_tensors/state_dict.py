@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,13 @@ from torch import Tensor
 from ...nn import marker
 from ...schemes import Int4Weight
 from ..base import CheckpointError
-from ..files import TensorFiles
+from ..files import HeldTensors
 from ..settings import Settings
 from .config import groups_of
 from .read import read_layer
 from .write import can_write, quantization_config
 
 __all__ = ["translate"]
-
-
-class _Entries(TensorFiles):
-    """In-memory tensors of one layer with the interface of ``TensorFiles``."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.directory, self.metadata = Path("state dict"), {}
-        self._tensors, self._file = tensors, {}
-        self._facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach().cpu()
 
 
 def translate(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
@@ -53,7 +40,7 @@ def translate(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
             f"cannot load them: {reason or 'they are sharded'}. Use the model that the checkpoint was made from."
         )
     config = Settings(quantization_config({name: scheme}, []), f"{name} ({scheme})")
-    found = read_layer(_Entries(tensors), name, groups_of(config)[0])
+    found = read_layer(HeldTensors(Path("state dict"), tensors), name, groups_of(config)[0])
     stored = marker.Marker(scheme.to_dict(), found.out_features, found.in_features, layer.dtype)
     marker.check(stored, layer._marker(), name, layer._label())
     plain = found.read()

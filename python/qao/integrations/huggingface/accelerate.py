@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import sys
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from accelerate import big_modeling, hooks
 from accelerate.utils import modeling
 from torch import Tensor, nn
 
+from ...checkpoints.native import entries
 from ...nn import marker
 from ...nn.packed_module import PackedModule, aligned
 from ..torch.state_dicts import completed, names_of_layers, room
@@ -74,7 +74,7 @@ def _make_room_before(theirs: Any) -> None:
 def _make_room(model: nn.Module, checkpoint: Path, dtype: Any) -> None:
     state: dict[str, Any] = {}
     for file in _files(checkpoint):
-        state |= _markers(file)
+        state |= entries(file)
     _, fresh = room(model, state, names_of_layers(state), False)
     completed(fresh, state)
     if isinstance(dtype, torch.dtype):
@@ -98,20 +98,6 @@ def _files(checkpoint: Path) -> Iterable[Path]:
     index = json.loads(checkpoint.read_text())
     files = {checkpoint.parent / name for name in index.get("weight_map", index).values()}
     return [path for path in sorted(files) if path.is_file()]
-
-
-def _markers(file: Path) -> dict[str, Any]:
-    """All names in a file. Only markers and scales, which give the dtypes of layers, are read."""
-    if file.suffix != ".safetensors":
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-        return dict(state)
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as content:
-        names = list(content.keys())
-        layers = names_of_layers(names)
-        wanted = {f"{name}.{end}".lstrip(".") for name in layers for end in (marker.MARKER, "scales")}
-        return {name: content.get_tensor(name) if name in wanted else None for name in names}
 
 
 def _check_entry(layer: PackedModule, key: str, value: Any, name: str) -> None:

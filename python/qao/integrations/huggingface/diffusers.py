@@ -9,10 +9,9 @@ import torch
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
-from ...checkpoints.save_load import VERSION
+from ...checkpoints.native import VERSION, markers_in_files
 from ...nn import marker
 from .config import QaoConfig
-from .file_markers import in_files
 from .loading import Loader
 from .registration import dequantized, fill, mark
 
@@ -39,7 +38,7 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         if not self.pre_quantized:
             return loaded_keys
-        self._markers = in_files(checkpoint_files)
+        self._markers = markers_in_files(checkpoint_files)
         hidden = {f"{name}.{key}" for name in self.loader.config.layers for key in (marker.MARKER, marker.TRIPWIRE)}
         return [name for name in loaded_keys if name not in hidden]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...checkpoints.save_load import header, unshared
+from ...checkpoints.native import header
+from ...checkpoints.save_load import unshared
 from ...nn import marker
 from ...nn.linear import QuantLinear, is_linear
 from ...nn.packed_module import PackedModule, Sharded

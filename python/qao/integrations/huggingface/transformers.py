@@ -17,11 +17,11 @@ import transformers
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
+from ...checkpoints import native
 from ...nn import marker
 from ...nn.packed_module import PackedModule
 from ...quantization import targets
 from .config import QaoConfig
-from .file_markers import in_files, in_state_dict
 from .loading import Loader
 from .registration import dequantized, fill, mark
 from .saving import files_of
@@ -89,7 +89,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         """Check the files that transformers will read; ``how``: LoadStateDictConfig of version 5."""
         if not self.pre_quantized:
             return
-        markers = in_state_dict(state) if state is not None else in_files(files or ())
+        markers = native.markers(state) if state is not None else native.markers_in_files(files or ())
         ignore = bool(getattr(how, "ignore_mismatched_sizes", False))  # not supported in version 4
         renamed = _renaming(getattr(how, "weight_mapping", None), options.get("key_mapping"))
         self.loader.check_markers(model, markers, ignore_sizes=ignore, renamed=renamed)

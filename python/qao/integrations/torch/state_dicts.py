@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoints.native import safetensors_entries
 from ...nn import marker
 from ...nn.embedding import is_embedding, rename_ties
 from ...nn.linear import QuantLinear, is_linear
@@ -282,7 +283,6 @@ def _refuse_codes(model: nn.Module, state: Mapping[str, Any]) -> None:
 def _register_safetensors() -> None:
     """``load_model`` compares names with the model before loading, so layers are replaced before that."""
     import safetensors.torch as library
-    from safetensors import safe_open
 
     theirs = library.load_model
     if getattr(theirs, "_of_qao", False):
@@ -290,14 +290,8 @@ def _register_safetensors() -> None:
 
     @functools.wraps(theirs)
     def load_model(model: nn.Module, filename: Any, *args: Any, **options: Any) -> Any:
-        with safe_open(filename, framework="pt") as file:
-            stored = list(file.keys())
-            names = names_of_layers(stored)
-            ends = (marker.MARKER, "scales")
-            wanted = {_key(name, end) for name in names for end in ends} & set(stored)
-            state = {name: file.get_tensor(name) for name in wanted}
-            state |= {name: None for name in stored if name not in wanted}
-        done, fresh = room(model, state, names, False)
+        state = safetensors_entries(filename)  # of any suffix
+        done, fresh = room(model, state, names_of_layers(state), False)
         try:
             completed(fresh, state)
             return theirs(model, filename, *args, **options)
