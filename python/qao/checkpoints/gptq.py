@@ -13,12 +13,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from ..schemes import Int4WeightOnly, Int8WeightOnly, Scheme
 from .base import CheckpointError, Plain, QuantizedLayer
 from .files import FLOATS, TensorFiles
-from .plain import as_bytes, check_layer_name, grouping, nibbles, regroup
+from .plain import check_layer_name, grouping, regroup, unpack
 from .settings import Settings, matches
 
 __all__ = ["layer", "read"]
@@ -99,8 +98,8 @@ def _read(files: TensorFiles, name: str, bits: int, given: int, version: int, sy
     qweight, qzeros, g_idx = (f"{name}.{part}" for part in ("qweight", "qzeros", "g_idx"))
     if g_idx in files:
         _check_order(files, g_idx, given)
-    q = _values(files.read(qweight).t(), bits)
-    stored = _values(files.read(qzeros), bits).t()  # [N, G]
+    q = unpack(files.read(qweight).t(), bits)
+    stored = unpack(files.read(qzeros), bits).t()  # [N, G]
     middle = 1 << bits - 1
     zeros = stored if version == 2 else (stored + 1) & (2 * middle - 1)
     # Files may state the wrong version. A symmetric weight shows it: its zero points are all 8 (4 bits) or all 7.
@@ -117,11 +116,6 @@ def _read(files: TensorFiles, name: str, bits: int, given: int, version: int, sy
         return Plain((q ^ 0x80).view(torch.int8), scales.contiguous())
     scales, k = regroup(scales, given, q.shape[1]), q.shape[1]
     return Plain(q, scales, None if symmetric else regroup(zeros, given, k))
-
-
-def _values(words: Tensor, bits: int) -> Tensor:
-    """uint8 [R, C · 32 / bits] from int32 [R, C]."""
-    return nibbles(words) if bits == 4 else as_bytes(words)
 
 
 def _check_order(files: TensorFiles, g_idx: str, given: int) -> None:

@@ -31,7 +31,7 @@ from ..schemes import (
 from .base import CheckpointError, Plain, QuantizedLayer
 from .compressed_tensors.read import KV_CACHE, Contents
 from .files import FLOATS, TensorFiles
-from .plain import FP8_SCALES, check_layer_name, fp8_scale_shapes, read_fp8
+from .plain import FP8_SCALES, check_layer_name, fp8_scale_shapes, nibbles, read_fp8
 from .settings import Settings
 
 __all__ = ["read"]
@@ -123,8 +123,7 @@ def _nvfp4(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
 
 
 def _read_nvfp4(files: TensorFiles, weight: str, scale: str, factor: str) -> Plain:
-    pairs = files.read(weight)
-    q = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(pairs), -1)
+    q = nibbles(files.read(weight))
     scales = files.read(scale).float()
     if scales.isnan().any():
         raise files.error(scale, "holds NaN: the file is damaged")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops.fp4 import MX_GROUP, values_of
 from .files import SafetensorsCheckpoint, TensorFiles
+from .plain import nibbles
 
 __all__ = ["Mxfp4Checkpoint"]
 
@@ -70,8 +71,7 @@ class Mxfp4Checkpoint(SafetensorsCheckpoint):
         _, k, n = self._sizes[name]
         made = torch.empty(len(blocks), k, n, dtype=torch.bfloat16)
         for to, pairs, of_groups in zip(made, blocks, scales, strict=True):  # one at a time: float32 doubles the size
-            q = torch.stack((pairs & 15, pairs >> 4), dim=-1)  # [N, G, 16, 2]
-            to.copy_((values_of(q).flatten(2) * of_groups[..., None]).view(n, k).t())
+            to.copy_((values_of(nibbles(pairs)) * of_groups[..., None]).view(n, k).t())
         if not made.isfinite().all():
             raise self._files.error(name + _SCALES, "weights beyond bfloat16: the file is damaged")
         return made

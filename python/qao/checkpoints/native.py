@@ -35,8 +35,8 @@ _LARGEST = 1 << 31  # rows or columns; the product of two such numbers does not 
 
 def header(aliases: Mapping[str, str]) -> dict[str, str]:
     """Metadata of a file's header."""
-    told = {"format": "pt", "qao": str(VERSION)}
-    return {**told, "aliases": json.dumps(aliases)} if aliases else told
+    metadata = {"format": "pt", "qao": str(VERSION)}
+    return {**metadata, "aliases": json.dumps(aliases)} if aliases else metadata
 
 
 def add_aliases(files: TensorFiles) -> None:

@@ -9,25 +9,25 @@ from ..ops.packed_shape import SCALE_BLOCK
 from .base import CheckpointError, Plain
 from .files import FLOATS, TensorFiles
 
-__all__ = ["as_bytes", "fp8_scale_shapes", "group_size_of", "nibbles", "packed_nibbles", "read_fp8", "regroup"]
+__all__ = ["fp8_scale_shapes", "group_size_of", "nibbles", "packed_nibbles", "read_fp8", "regroup", "unpack"]
 
 _GROUPS = (256, 128, 64, 32)
 
 
-def nibbles(words: Tensor) -> Tensor:
-    """Unpack int32 [R, C] to uint8 [R, 8 C] of 0..15: nibble i of a word is column 8 c + i."""
-    pairs = as_bytes(words)
-    return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(words), -1)
-
-
-def as_bytes(words: Tensor) -> Tensor:
-    """Unpack int32 [R, C] to its bytes, uint8 [R, 4 C]."""
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Unpack int32 [R, C] to uint8 [R, 32 / bits · C], for 4 or 8 bits: the lowest bits of a word come first."""
     # Clone: a transposed single column counts as contiguous with any stride and keeps it.
-    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    values = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return values if bits == 8 else nibbles(values)
+
+
+def nibbles(pairs: Tensor) -> Tensor:
+    """Unpack uint8 [..., C] to uint8 [..., 2 C] of 0..15: low nibbles come first."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
 def packed_nibbles(values: Tensor) -> Tensor:
-    """The inverse of ``nibbles``: int32 [R, ceil(C / 8)] from uint8 [R, C], padded with 0."""
+    """The inverse of ``unpack`` with 4 bits: int32 [R, ceil(C / 8)] from uint8 [R, C], padded with 0."""
     pairs = torch.nn.functional.pad(values, (0, -values.shape[1] % 8)).view(len(values), -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
 

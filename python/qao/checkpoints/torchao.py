@@ -30,7 +30,7 @@ from ..schemes import (
 )
 from .base import Plain, QuantizedLayer
 from .files import FLOATS, TensorFiles
-from .plain import FP8_SCALES, check_layer_name, four_bits, fp8_scale_shapes, grouping, nibbles, read_fp8, regroup
+from .plain import FP8_SCALES, check_layer_name, four_bits, fp8_scale_shapes, grouping, read_fp8, regroup, unpack
 from .settings import Settings
 
 __all__ = ["is_torchao", "read"]
@@ -205,7 +205,7 @@ def _int4(files: TensorFiles, name: str, data: Settings) -> QuantizedLayer:
     kind = Float8DynamicActivationInt4Weight if by_token else Int4WeightOnly
 
     def load() -> Plain:
-        q = nibbles(files.read(qdata)) ^ 8
+        q = unpack(files.read(qdata), 4) ^ 8
         return Plain(q, regroup(files.finite(scale).t(), block[1], k))
 
     return QuantizedLayer(name, kind(size, True, files.dtype(scale)), n, k, keys, load, note)

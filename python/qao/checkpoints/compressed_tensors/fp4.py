@@ -12,6 +12,7 @@ from ...ops.fp4 import GROUPS
 from ...schemes import Fp4WeightOnly
 from ..base import Plain, QuantizedLayer
 from ..files import TensorFiles
+from ..plain import nibbles
 from .config import FP4_ARGS, Group, layer_scheme
 
 __all__ = ["fp4_args", "fp4_layer", "fp4_tensors"]
@@ -42,8 +43,7 @@ def fp4_layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
 
 
 def _read(files: TensorFiles, packed: str, scale: str, divisor: str) -> Plain:
-    pairs = files.read(packed)
-    q = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(pairs), -1)
+    q = nibbles(files.read(packed))
     if not divisor:
         return Plain(q, files.finite(scale))
     scales = files.read(scale).float()

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...schemes import Scheme
 from ..base import Plain, QuantizedLayer
 from ..files import FLOATS, TensorFiles
-from ..plain import FP8_SCALES, check_layer_name, four_bits, fp8_scale_shapes, grouping, nibbles, read_fp8, regroup
+from ..plain import FP8_SCALES, check_layer_name, four_bits, fp8_scale_shapes, grouping, read_fp8, regroup, unpack
 from ..settings import Settings
 from .config import Args, Group, group_of, groups_of, layer_scheme
 from .fp4 import fp4_layer
@@ -139,9 +139,8 @@ def _read(files: TensorFiles, name: str, args: Args, scheme: Scheme, shape: tupl
         expand = args.granularity == "tensor" and getattr(scheme, "granularity", "") == "row"
         return read_fp8(files, weight, scale, n if expand else None)
     if packed in files:
-        words = files.read(packed)
-        q = nibbles(words) if args.bits == 4 else (words.view(torch.uint8) ^ 0x80).view(torch.int8)
-        q = q[:, :k]
+        q = unpack(files.read(packed), args.bits)[:, :k]
+        q = q if args.bits == 4 else (q ^ 0x80).view(torch.int8)
     else:
         q = files.read(weight) if args.bits == 8 else four_bits(files, weight, files.read(weight))
     scales = files.finite(scale)
@@ -159,6 +158,6 @@ def _zeros(files: TensorFiles, name: str, n: int) -> Tensor:
     """Unpack zero points to uint8 0..15 [N, G] or [1, 1]."""
     stored = files.read(name)
     if stored.dtype == torch.int32:
-        return nibbles(stored.t()).t()[:n]
+        return unpack(stored.t(), 4).t()[:n]
     zeros = four_bits(files, name, stored)
     return zeros.reshape(1, 1) if zeros.numel() == 1 else zeros.reshape(n, -1)

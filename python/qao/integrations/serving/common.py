@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import ops
 from ..._version import __version__
-from ...checkpoints.plain import as_bytes, group_size_of, nibbles, regroup
+from ...checkpoints.plain import group_size_of, regroup, unpack
 from ...schemes import Int4WeightOnly, Int8WeightOnly, PackedWeight, Scheme
 from ...schemes.base import _host
 
@@ -99,8 +99,7 @@ GROUPS = "groups of 32, 64, 128, 256, their multiples, or a row"
 
 def rows(words: Tensor, bits: int, *, packed_dim: int, output_dim: int) -> Tensor:
     """Unpack int32 words of 32 / ``bits`` values each to uint8 [N, K] (or zero points [N, G])."""
-    lines = words if packed_dim == 1 else words.t()
-    values = nibbles(lines) if bits == 4 else as_bytes(lines)
+    values = unpack(words if packed_dim == 1 else words.t(), bits)
     return values if packed_dim != output_dim else values.t()
 
 
