@@ -99,7 +99,7 @@ def test_offloaded_before_quantizing_says_so(how: str, tmp_path: Path) -> None:
     assert torch.equal(offloaded(IDS), expected(IDS))
 
 
-def test_a_replaced_forward_is_still_an_obstacle() -> None:
+def test_a_replaced_forward_is_still_unsupported() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].forward = lambda x: x  # type: ignore[method-assign]
     model[1].forward = model[1].forward  # type: ignore[method-assign]  # as accelerate leaves it behind

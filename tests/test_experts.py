@@ -14,7 +14,7 @@ import qao
 import torch
 from experts_support import SCHEMES
 from qao import QuantExperts
-from qao.quantization.fused_experts import is_fused
+from qao.nn.eligibility import is_fused
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")

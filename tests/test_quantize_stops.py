@@ -67,11 +67,11 @@ def fake() -> nn.Linear:
 
 
 LEFT = {
-    "bias in a buffer": (linear(bias_in_a_buffer), "its bias is no Parameter"),
-    "bias that was deleted": (linear(lambda layer: delattr(layer, "bias")), "its bias is no Parameter"),
+    "bias in a buffer": (linear(bias_in_a_buffer), "its bias is not a Parameter"),
+    "bias that was deleted": (linear(lambda layer: delattr(layer, "bias")), "its bias is not a Parameter"),
     "bias with a parametrization": (
         linear(lambda layer: nn.utils.parametrize.register_parametrization(layer, "bias", nn.Identity())),
-        "its bias is no Parameter",
+        "its bias is not a Parameter",
     ),
     "bias too short": (with_bias(torch.ones(47)), r"its bias is float32\[47\], not \[48\] in a float dtype"),
     "bias of one": (with_bias(torch.ones(1)), r"its bias is float32\[1\], not \[48\]"),

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._words import METHODS as METHODS
-from ..nn.linear import is_linear, linear_weight, pack
+from ..nn.eligibility import is_linear
+from ..nn.linear import linear_weight, pack
 from ..nn.packed_module import Sharded
 from ..ops import modes
 from ..quantization import auto_group_size, fused_experts, quantize, targets

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..nn.linear import is_linear, linear_weight
+from ..nn.eligibility import is_linear
+from ..nn.linear import linear_weight
 from ..ops import modes
 from ..quantization.targets import Layer
 from .stream import Call, called

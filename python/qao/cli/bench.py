@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _sizes_of(path: Path) -> list[tuple[int, int]]:
     from ..checkpoints import open_checkpoint
-    from ..nn.linear import is_linear, linear_weight
+    from ..nn.eligibility import is_linear
+    from ..nn.linear import linear_weight
     from .skeleton import skeleton
 
     checkpoint = open_checkpoint(local_path(path))

@@ -14,7 +14,7 @@ from torch import nn
 from ..checkpoints.base import Checkpoint, CheckpointError, QuantizedLayer
 from ..checkpoints.gguf.file import TensorInfo
 from ..checkpoints.gguf.read import GgufCheckpoint
-from ..nn.linear import is_linear
+from ..nn.eligibility import is_linear
 from ..quantization.report import common_name, table
 from . import common
 from .common import Failure, counted, size

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.base import Checkpoint
+from ..nn.eligibility import is_linear
 from ..nn.embedding import QuantEmbedding
 from ..nn.experts import QuantExperts, QuantProjection, quantize_projection
-from ..nn.linear import QuantLinear, is_linear, kernel_bias
+from ..nn.linear import QuantLinear, kernel_bias
 from ..nn.marker import MARKER, TRIPWIRE
 from ..nn.packed_module import PackedModule
 from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance

@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..nn.attached import attached
+from ..nn.eligibility import Unsupported, unsupported_reason
 from ..nn.embedding import QuantEmbedding
-from ..nn.embedding import obstacle as obstacle_of_embedding
-from ..nn.linear import QuantLinear, obstacle
+from ..nn.linear import QuantLinear
 from ..nn.packed_module import PackedModule, Sharded, frozen
 from ..schemes import PackedWeight
 from .cut import Cut, cut, is_cut, joins, local, part, units
@@ -154,14 +153,13 @@ def _check(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
             f"{style}: shards QuantLinear, QuantEmbedding, nn.Linear and nn.Embedding, not {type(module).__name__}. "
             "Quantize it first, or use a style of torch.distributed.tensor.parallel."
         )
-    if isinstance(module, PackedModule):
+    unsupported = unsupported_reason(module)
+    if unsupported is None and isinstance(module, PackedModule):
         qweight: Any = module.qweight
-        elsewhere = isinstance(qweight, DTensor) and qweight.device_mesh != mesh
-        reason = attached(module) or ("its weight belongs to FSDP or another mesh" if elsewhere else None)
-    else:
-        reason = obstacle_of_embedding(module) if type(module) in EMBEDDINGS else obstacle(module)
-    if reason is not None:
-        raise ValueError(f"{style}: {type(module).__name__} cannot be sharded: {reason}")
+        if isinstance(qweight, DTensor) and qweight.device_mesh != mesh:
+            unsupported = Unsupported("its weight belongs to FSDP or another mesh")
+    if unsupported is not None:
+        raise ValueError(f"{style}: {type(module).__name__} cannot be sharded: {unsupported}")
 
 
 def _take_part(module: Any, layout: Layout, send: _Sender) -> None:

@@ -10,42 +10,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..schemes import PackedWeight, Scheme
-from .linear import instance_obstacle, pack_weight
-from .packed_module import PackedModule, Sharded, frozen
-
-
-def is_embedding(module: nn.Module) -> bool:
-    """True for nn.Embedding and its subclasses, which do not include nn.EmbeddingBag."""
-    return isinstance(module, nn.Embedding)
-
-
-def _is_scaled(module: nn.Module) -> bool:
-    # By name, because transformers is optional. Gemma, Bart and others multiply rows by ``embed_scale``.
-    kind = type(module)
-    named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.models.")
-    return named and hasattr(module, "embed_scale") and not hasattr(module, "eoi_embedding")  # T5Gemma2 has two tables
-
-
-def obstacle(embedding: nn.Module) -> str | None:
-    """Why replacing an nn.Embedding by a QuantEmbedding would change its behavior; None if it would not."""
-    known = type(embedding).forward is nn.Embedding.forward or isinstance(embedding, Sharded)
-    if not known and not _is_scaled(embedding):
-        return f"{type(embedding).__name__} is a subclass of nn.Embedding with its own forward"
-    if embedding.max_norm is not None:
-        return "it has max_norm, which rewrites rows of the weight in every forward"
-    if embedding.sparse or embedding.scale_grad_by_freq:
-        option = "sparse" if embedding.sparse else "scale_grad_by_freq"
-        return f"it has {option}, which is for training, but quantized rows are frozen"
-    return instance_obstacle(embedding)
-
-
-def scheme_obstacle(scheme: Scheme) -> str | None:
-    """Why an embedding cannot use a weight of this scheme; None if it can."""
-    if scheme.rotation:
-        return f"{scheme} rotates the weight, so its rows are not rows of the embedding: use rotation=0 for it"
-    if scheme.weights in ops.EMBEDDINGS:
-        return None
-    return f"embeddings are quantized to int4 or int8, but {scheme.word} has {scheme.weights} weights"
+from .eligibility import is_embedding, is_scaled, unsupported_for_embeddings, unsupported_reason
+from .linear import pack_weight
+from .packed_module import PackedModule, frozen
 
 
 class _ScaledEmbedding(nn.Embedding):
@@ -89,9 +56,8 @@ class QuantEmbedding(PackedModule):
         padding_idx: int | None = None,
         embed_scale: Tensor | float | None = None,
     ) -> None:
-        reason = scheme_obstacle(scheme)
-        if reason is not None:
-            raise ValueError(f"QuantEmbedding: {reason}")
+        if unsupported := unsupported_for_embeddings(scheme):
+            raise ValueError(f"QuantEmbedding: {unsupported}")
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels do not support float64
         super().__init__(
             num_embeddings,
@@ -134,16 +100,15 @@ class QuantEmbedding(PackedModule):
             raise TypeError(f"QuantEmbedding: scheme must be a Scheme such as qao.Int8WeightOnly(), not {scheme!r}")
         if not is_embedding(embedding):
             raise TypeError(f"QuantEmbedding: {name} must be an nn.Embedding, not {type(embedding).__name__}")
-        reason = obstacle(embedding) or scheme_obstacle(scheme)
-        if reason is not None:
-            raise ValueError(f"QuantEmbedding: {name} cannot be quantized: {reason}")
+        if unsupported := unsupported_reason(embedding, scheme):
+            raise ValueError(f"QuantEmbedding: {name} cannot be quantized: {unsupported}")
         packed = pack_weight(embedding._parameters["weight"].detach(), scheme, device, name)  # type: ignore[union-attr]
         return cls.from_packed(embedding, scheme, packed)
 
     @classmethod
     def from_packed(cls, embedding: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantEmbedding:
         """The module that replaces ``embedding`` [N, K]; it shares Parameters in ``packed`` instead of copying them."""
-        scale: Any = embedding.embed_scale if _is_scaled(embedding) else None
+        scale: Any = embedding.embed_scale if is_scaled(embedding) else None
         if isinstance(scale, Tensor) and not packed.qweight.is_meta:
             scale = scale.to(packed.qweight.device)
         n, k, padding_idx = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx

@@ -17,6 +17,7 @@ from ..ops.grouped_autograd import Gate
 from ..ops.rotation import with_row_scales
 from ..schemes import PackedWeight, Scheme, stacked
 from . import marker
+from .eligibility import projections_of
 from .gates import gate_of
 from .linear import QuantLinear
 from .packed_module import PackedModule, frozen
@@ -124,11 +125,6 @@ class QuantProjection(PackedModule):
             f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self.scheme}, scales {str(self.scales.dtype).removeprefix('torch.')}"
         )
-
-
-def projections_of(fused: Any) -> tuple[str, str]:
-    """Names of the up and down projections in fused experts of transformers."""
-    return "gate_up_proj" if fused.has_gate else "up_proj", "down_proj"
 
 
 def expert_sizes(fused: Any, weight: Tensor) -> tuple[int, int, int]:

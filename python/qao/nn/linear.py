@@ -6,25 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ..ops import modes
-from ..schemes import FLOAT_DTYPES, PackedWeight, Scheme
-from .attached import SHARDED, attached
+from ..schemes import PackedWeight, Scheme
+from .eligibility import is_linear, unsupported_bias, unsupported_reason
 from .packed_module import PackedModule, Sharded, frozen
-from .subclass import computes_linear
 
 _autocasts = torch._C._is_any_autocast_enabled
-
-
-def is_linear(module: nn.Module) -> bool:
-    """True for nn.Linear, its subclasses, and transformers' Conv1D (GPT-2), a linear layer with weight [K, N]."""
-    return isinstance(module, nn.Linear) or _is_conv1d(module)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    # By name, because transformers is optional.
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def class_of_linear(linear: nn.Module) -> str:
@@ -35,64 +23,7 @@ def class_of_linear(linear: nn.Module) -> str:
 def linear_weight(linear: nn.Module) -> Tensor:
     """The weight [N, K] of a module for which ``is_linear`` holds."""
     weight: Tensor = linear.weight.detach()  # type: ignore[operator]
-    return weight.t() if _is_conv1d(linear) else weight
-
-
-def obstacle(linear: nn.Module) -> str | None:
-    """Why replacing a linear module by a QuantLinear would change its behavior; None if it would not."""
-    known = _is_conv1d(linear) or isinstance(linear, Sharded) or type(linear).forward is nn.Linear.forward
-    if not known and not computes_linear(type(linear)):
-        return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
-    if reason := instance_obstacle(linear) or _bias_obstacle(linear):
-        return reason
-    tensors = {**linear._parameters, **linear._buffers, **linear._modules}
-    others = [name for name, value in tensors.items() if value is not None and name not in ("weight", "bias")]
-    return f"it also has {', '.join(others)}, which would be lost" if others else None
-
-
-def _bias_obstacle(linear: nn.Module) -> str | None:
-    if "bias" not in linear._parameters:
-        return "its bias is no Parameter (a buffer, a plain tensor, or computed by a parametrization)"
-    bias = linear._parameters["bias"]
-    if bias is not None and type(bias) is not nn.Parameter:
-        return f"its bias is a {type(bias).__name__}, not a plain Parameter"
-    return None if bias is None else wrong_bias(bias, linear_weight(linear).shape[0])
-
-
-def wrong_bias(bias: Tensor, n: int) -> str | None:
-    """Why a layer of n rows cannot have this bias; None if it can."""
-    if bias.layout != torch.strided:
-        return f"its bias has layout {bias.layout}, not torch.strided"
-    if bias.shape != (n,) or bias.dtype not in (*FLOAT_DTYPES, torch.float64):
-        described = f"{str(bias.dtype).removeprefix('torch.')}{list(bias.shape)}"
-        return f"its bias is {described}, not [{n}] in a float dtype"
-    return None
-
-
-def instance_obstacle(module: nn.Module) -> str | None:
-    """The same for changes to one instance of any class: hooks, parametrizations, an unsupported weight."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is computed from other parameters (parametrization, weight_norm, pruning)"
-    if is_lazy(weight):
-        return "it is lazy and has no weight yet: run the model once first"
-    if type(weight).__name__ == "DTensor":
-        return SHARDED
-    if hasattr(weight, "ds_id"):
-        return "DeepSpeed partitions its weight (ZeRO-3): quantize before deepspeed.initialize"
-    if reason := attached(module):
-        return reason
-    if type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__name__}, not a plain Parameter"
-    if weight.dtype not in (*FLOAT_DTYPES, torch.float64):
-        return f"its weight has dtype {weight.dtype}"
-    if weight.layout != torch.strided:
-        return f"its weight has layout {weight.layout}, not torch.strided"
-    if weight.dim() != 2:
-        return f"its weight {list(weight.shape)} does not have two dimensions"
-    if weight.numel() == 0:
-        return f"its weight {list(weight.shape)} is empty"
-    return None
+    return weight if isinstance(linear, nn.Linear) else weight.t()  # Conv1D
 
 
 class QuantLinear(PackedModule):
@@ -129,8 +60,8 @@ class QuantLinear(PackedModule):
         bias: Tensor | None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if bias is not None and (reason := wrong_bias(bias, out_features)):
-            raise ValueError(f"QuantLinear: {in_features} to {out_features} features: {reason}")
+        if bias is not None and (unsupported := unsupported_bias(bias, out_features)):
+            raise ValueError(f"QuantLinear: {in_features} to {out_features} features: {unsupported}")
         given = packed.scales if bias is None else bias
         super().__init__(out_features, in_features, scheme, packed, dtype or given.dtype, bias=bias)
         self.in_features = in_features
@@ -185,9 +116,8 @@ class QuantLinear(PackedModule):
             raise TypeError(f"QuantLinear: scheme must be a Scheme such as qao.Int4WeightOnly(), not {scheme!r}")
         if not is_linear(linear):
             raise TypeError(f"QuantLinear: {name} must be an nn.Linear, not {type(linear).__name__}")
-        reason = obstacle(linear)
-        if reason is not None:
-            raise ValueError(f"QuantLinear: {name} cannot be quantized: {reason}")
+        if unsupported := unsupported_reason(linear):
+            raise ValueError(f"QuantLinear: {name} cannot be quantized: {unsupported}")
         return cls.from_packed(linear, scheme, pack(linear, scheme, device, name))
 
     @classmethod

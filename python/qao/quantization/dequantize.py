@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..nn.attached import attached
+from ..nn.eligibility import unsupported_reason
 from ..nn.embedding import rename_ties
 from ..nn.experts import QuantExperts, QuantProjection
 from ..nn.packed_module import PackedModule, Sharded
@@ -42,8 +42,8 @@ def dequantize_(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"dequantize_: {name} is sharded ({layer.layout}). Dequantize before sharding. The model is unchanged."
             )
-        if reason := attached(layer):
-            raise ValueError(f"dequantize_: {name}: {reason}. The model is unchanged.")
+        if unsupported := unsupported_reason(layer):
+            raise ValueError(f"dequantize_: {name}: {unsupported}. The model is unchanged.")
     experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
     places = [(parent, key, child) for parent in model.modules() for key, child in parent._modules.items()]
     units: dict[tuple[nn.Parameter, torch.dtype], list[PackedModule]] = {}  # layers that share a weight

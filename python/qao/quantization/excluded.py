@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..nn.linear import is_linear, linear_weight
+from ..nn.eligibility import is_linear
+from ..nn.linear import linear_weight
 from ..nn.packed_module import PackedModule
 
 _REMEDY = "name it in a dict of schemes to quantize it"

@@ -8,56 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.attached import SHARDED, attached
+from ..nn.eligibility import is_fused, projections_of, unsupported_reason
 from ..nn.experts import (
     QuantExperts,
     QuantProjection,
     expert_sizes,
     has_grouped_product,
-    projections_of,
     quantize_projection,
 )
 from ..nn.linear import kernel_bias
 from ..quant_primitives.integer import check_finite
-from ..schemes import FLOAT_DTYPES, PackedWeight, Scheme
+from ..schemes import PackedWeight, Scheme
 from .auto_group_size import is_auto
 from .module_swap import places_of, put_module
 from .report import Row
 from .rules import Selection
 from .targets import COMPILED, Layer, byte_count, is_compiled, packed_bytes
-
-_SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Whether transformers' ``use_experts_implementation`` decorated its class, which sets these attributes."""
-    return all(isinstance(vars(module).get(name), bool) for name in _SAYS) and hasattr(type(module), "_apply_gate")
-
-
-def obstacle(module: Any) -> str | None:
-    """Why fused experts cannot become QuantExperts; None if they can."""
-    up, down = projections_of(module)
-    names = [up, down, *((f"{up}_bias", f"{down}_bias") if module.has_bias else ())]
-    if sorted(module._parameters) != sorted(names):
-        return f"fused experts: it has {', '.join(module._parameters)}, not just {', '.join(names)}"
-    for name in names:
-        weight = module._parameters[name]
-        if type(weight).__name__ == "DTensor":
-            return f"fused experts: {SHARDED}"
-        if type(weight) is not nn.Parameter or weight.dtype not in (*FLOAT_DTYPES, torch.float64):
-            return f"fused experts: {name} is not a plain Parameter in a float dtype"
-        if weight.dim() != (2 if name.endswith("_bias") else 3) or weight.numel() == 0:
-            return f"fused experts: {name} has shape {list(weight.shape)}"
-    others = [name for name, child in module._modules.items() if name != "post_expert_norm" and _has_tensors(child)]
-    if others or module._buffers:
-        return f"fused experts: it has {', '.join([*others, *module._buffers])}, which would be lost"
-    if reason := attached(module):
-        return f"fused experts: {reason}"
-    return None
-
-
-def _has_tensors(module: nn.Module | None) -> bool:
-    return module is not None and any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 def find(
@@ -92,14 +58,14 @@ def _decided(
         row = Row(f"{name}.{key}", shape, "", bytes_before=byte_count(weight))
         layers.append(Layer(module, row, places, elements=weight.numel(), x_dtype=weight.dtype))
     scheme = select(name, module)
-    reason = obstacle(module)
+    unsupported = unsupported_reason(module)
     for layer in layers:
         if scheme is None:
             layer.leave("excluded", "no scheme for it")
         elif keep is not None and not keep(name, module):
             layer.leave("excluded", "by the filter")
-        elif reason is not None:
-            layer.leave("untouched", reason)
+        elif unsupported is not None:
+            layer.leave("untouched", unsupported.reason)
         elif not has_grouped_product(scheme):
             layer.leave("left", f"{scheme.word} has no grouped GEMM for experts: give them another scheme by name")
         elif is_auto(scheme):

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..nn.embedding import QuantEmbedding, is_embedding, rename_ties
+from ..nn.eligibility import is_embedding, is_fused, is_linear
+from ..nn.embedding import QuantEmbedding, rename_ties
 from ..nn.experts import QuantProjection
-from ..nn.linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
+from ..nn.linear import QuantLinear, linear_weight, pack, pack_weight
 from ..nn.packed_module import PackedModule, Sharded
 from ..ops import modes
 from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
@@ -305,7 +306,7 @@ def _replace(
             first = unit[0]
             assert first.scheme is not None
             name = first.row.name
-            if fused_experts.is_fused(first.module):
+            if is_fused(first.module):
                 fused_experts.replace(unit, device)
             else:
                 put(unit, pack_weight(linear_weight(first.module), first.scheme, device, name, importance.get(name)))

@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from .. import _words
-from ..nn.linear import is_linear
+from ..nn.eligibility import is_linear
 from ..schemes import Int4Weight, Scheme
 from .callbacks import by_name_and_module
 from .excluded import excluded_by_default

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..nn.embedding import QuantEmbedding, is_embedding, rename_ties
-from ..nn.embedding import obstacle as obstacle_of_embedding
-from ..nn.experts import QuantExperts, expert_sizes, projections_of
-from ..nn.linear import QuantLinear, class_of_linear, is_linear, kernel_bias, linear_weight, obstacle
+from ..nn.eligibility import is_embedding, is_fused, is_linear, projections_of, unsupported_reason
+from ..nn.embedding import QuantEmbedding, rename_ties
+from ..nn.experts import QuantExperts, expert_sizes
+from ..nn.linear import QuantLinear, class_of_linear, kernel_bias, linear_weight
 from ..nn.packed_module import PackedModule
 from ..schemes import Int4Weight, Scheme
 from . import fused_experts
@@ -109,7 +109,7 @@ def _apart(
     for name, scheme in schemes.items():
         parent, _, key = name.rpartition(".")
         owner = modules.get(parent)
-        if owner is not None and (fused_experts.is_fused(owner) or isinstance(owner, QuantExperts)):
+        if owner is not None and (is_fused(owner) or isinstance(owner, QuantExperts)):
             experts.setdefault(parent, {})[key] = scheme
         else:
             plain[name] = scheme
@@ -126,11 +126,11 @@ def _empty_experts(
 ) -> QuantExperts:
     quantized = isinstance(module, QuantExperts)
     origin: Any = module.skeleton() if isinstance(module, QuantExperts) else module
-    reason = None if quantized else fused_experts.obstacle(origin)
-    if sorted(schemes) != ["down", "up"] or reason is not None:
+    unsupported = None if quantized else unsupported_reason(origin)
+    if sorted(schemes) != ["down", "up"] or unsupported is not None:
         raise ValueError(
             f"{name}: the checkpoint has quantized experts here, which cannot be replaced: "
-            f"{reason or 'up and down must share one scheme, but it has ' + ', '.join(schemes)}"
+            f"{unsupported or 'up and down must share one scheme, but it has ' + ', '.join(schemes)}"
         )
     packed = {}
     for part, key in zip(("up", "down"), projections_of(origin), strict=True):
@@ -160,9 +160,10 @@ def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> to
         weight: torch.Tensor = module.qweight
         shape = module._sizes
     elif is_embedding(module) or is_linear(module):
-        reason = obstacle_of_embedding(module) if is_embedding(module) else obstacle(module)
-        if reason is not None:
-            raise ValueError(f"{name}: the checkpoint has a quantized layer here, which cannot be replaced: {reason}")
+        if unsupported := unsupported_reason(module):
+            raise ValueError(
+                f"{name}: the checkpoint has a quantized layer here, which cannot be replaced: {unsupported}"
+            )
         weight = module._parameters["weight"]  # type: ignore[assignment]
         n, k = weight.shape if is_embedding(module) else linear_weight(module).shape
         shape = n, k

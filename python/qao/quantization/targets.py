@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..nn.attached import SHARDED
-from ..nn.embedding import QuantEmbedding, is_embedding, scheme_obstacle
-from ..nn.embedding import obstacle as obstacle_of_embedding
-from ..nn.linear import QuantLinear, is_linear, linear_weight, obstacle
+from ..nn.eligibility import SHARDED, is_embedding, is_linear, unsupported_for_embeddings, unsupported_reason
+from ..nn.embedding import QuantEmbedding
+from ..nn.linear import QuantLinear, linear_weight
 from ..nn.packed_module import PackedModule
 from ..schemes import Scheme
 from .excluded import ROUTER, is_router
@@ -104,7 +103,7 @@ def decide(
         return
     scheme = select(row.name, module)
     reader = next((p for p, attribute in layer.places if attribute in _read_by(p)), None)
-    reason = obstacle(module)
+    unsupported = unsupported_reason(module)
     if not is_lazy(module.weight):  # type: ignore[arg-type]
         weight = linear_weight(module)
         row.shape, row.bytes_before = tuple(weight.shape), byte_count(weight)
@@ -123,8 +122,8 @@ def decide(
         layer.leave("left", SHARDED)
     elif is_compiled(layer):
         layer.leave("left", COMPILED)
-    elif reason is not None:
-        layer.leave("left", reason)
+    elif unsupported is not None:
+        layer.leave("left", unsupported.reason)
     else:
         layer.scheme = scheme.fitted(row.shape[1])
         row.status, row.scheme = "quantized", str(layer.scheme)
@@ -193,10 +192,10 @@ def _others(names: list[str], layer: Layer) -> str:
 
 def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme, with_embeddings: bool) -> str:
     """Why embeddings keep the float weight that they share with linear layers of this scheme; "" if they do not."""
-    reasons = [obstacle_of_embedding(layer.module) for layer in readers]
+    reasons: list[object] = [unsupported_reason(layer.module) for layer in readers]
     reasons += [COMPILED for layer in readers if is_compiled(layer)]
     reasons += ["a linear layer uses it transposed" for layer in linears if not isinstance(layer.module, nn.Linear)]
-    reason = next(filter(None, [*reasons, scheme_obstacle(scheme)]), None)
+    reason = next(filter(None, [*reasons, unsupported_for_embeddings(scheme)]), None)
     if reason is not None:
         return f"; {reason}"
     return "" if with_embeddings else "; embeddings=True quantizes both"

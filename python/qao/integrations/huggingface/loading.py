@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import marker
+from ...nn.eligibility import is_fused
 from ...nn.experts import QuantExperts
 from ...nn.linear import QuantLinear, linear_weight, pack_weight
 from ...nn.marker import Marker
@@ -17,7 +18,7 @@ from ...nn.packed_module import PackedModule
 from ...quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ...quantization import targets
 from ...quantization.auto_group_size import is_auto
-from ...quantization.fused_experts import Arriving, find, is_fused
+from ...quantization.fused_experts import Arriving, find
 from ...quantization.module_swap import put_module
 from ...quantization.quantize import quantize_
 from ...quantization.report import Row

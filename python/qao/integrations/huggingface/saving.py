@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ...checkpoints.native import header
 from ...checkpoints.save_load import unshared
 from ...nn import marker
-from ...nn.linear import QuantLinear, is_linear
+from ...nn.eligibility import is_linear
+from ...nn.linear import QuantLinear
 from ...nn.packed_module import PackedModule, Sharded
 from ...quantization.skeleton import describe
 from .config import QaoConfig

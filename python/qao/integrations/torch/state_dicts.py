@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ...checkpoints.native import safetensors_entries
 from ...nn import marker
-from ...nn.embedding import is_embedding, rename_ties
-from ...nn.linear import QuantLinear, is_linear
+from ...nn.eligibility import is_embedding, is_fused, is_linear
+from ...nn.embedding import rename_ties
+from ...nn.linear import QuantLinear
 from ...nn.packed_module import PackedModule, frozen
-from ...quantization.fused_experts import is_fused
 from ...quantization.skeleton import Undo, make_room, undo
 from ...schemes import Int4Weight, Scheme, scheme_from_dict
 from ..imports import when_imported
