@@ -56,7 +56,7 @@ def _decided(
             continue
         shape = expert_sizes(module, weight) if weight.dim() == 3 else tuple(weight.shape)
         row = Row(f"{name}.{key}", shape, "", bytes_before=byte_count(weight))
-        layers.append(Layer(module, row, places, elements=weight.numel(), x_dtype=weight.dtype))
+        layers.append(Layer("experts", module, row, places, elements=weight.numel(), x_dtype=weight.dtype))
     scheme = select(name, module)
     unsupported = unsupported_reason(module)
     for layer in layers:
@@ -80,7 +80,7 @@ def _decided(
 
 def _quantized(name: str, module: QuantProjection, places: list[tuple[nn.Module, str]]) -> Layer:
     row = Row(name, module.shape, "already quantized", str(module.scheme), bytes_before=packed_bytes(module))
-    return Layer(module, row, places, elements=torch.Size(module.shape).numel(), x_dtype=module.dtype)
+    return Layer("experts", module, row, places, elements=torch.Size(module.shape).numel(), x_dtype=module.dtype)
 
 
 def check(unit: list[Layer], device: torch.device | str | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..nn.eligibility import is_embedding, is_fused, is_linear
+from ..nn.eligibility import is_linear
 from ..nn.embedding import QuantEmbedding, rename_ties
 from ..nn.experts import QuantProjection
 from ..nn.linear import QuantLinear, linear_weight, pack, pack_weight
@@ -185,7 +185,7 @@ def put(unit: list[targets.Layer], packed: PackedWeight) -> None:
     head = QuantLinear.from_packed(first.module, first.scheme, packed)
     made: list[QuantLinear | QuantEmbedding] = [head]
     for layer in others:
-        kind = QuantEmbedding if is_embedding(layer.module) else QuantLinear
+        kind = QuantEmbedding if layer.kind == "embedding" else QuantLinear
         made.append(kind.from_packed(layer.module, first.scheme, head.packed))
         made[-1].tie(head)
     for layer, module in zip(unit, made, strict=True):
@@ -279,7 +279,7 @@ def _complain(report: Report, strict: bool) -> None:
 
 def importance_of(layers: list[targets.Layer]) -> dict[str, Tensor]:
     """Importance of int4 layers, estimated from other layers' float weights before these are quantized, by name."""
-    named = {layer.row.name: layer.module for layer in layers if is_linear(layer.module) and layer.scheme is not None}
+    named = {layer.row.name: layer.module for layer in layers if layer.kind == "linear" and layer.scheme is not None}
     found = {}
     for layer in layers:
         name, others = layer.row.name, importance_sources(layer.row.name)
@@ -306,7 +306,7 @@ def _replace(
             first = unit[0]
             assert first.scheme is not None
             name = first.row.name
-            if is_fused(first.module):
+            if first.kind == "experts":
                 fused_experts.replace(unit, device)
             else:
                 put(unit, pack_weight(linear_weight(first.module), first.scheme, device, name, importance.get(name)))

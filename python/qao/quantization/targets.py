@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,9 @@ _WRITTEN_BY_MODEL = {"RwkvSelfAttention": ("output",), "RwkvFeedForward": ("valu
 
 @dataclass
 class Layer:
-    """A linear module or embedding, all its places in the model, and the decision for it."""
+    """A linear layer, an embedding or a projection of experts, its places in the model, and the decision for it."""
 
+    kind: Literal["linear", "embedding", "experts"]  # also after the replacement
     module: nn.Module
     row: Row
     places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
@@ -52,12 +54,12 @@ class Layer:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    return _find(model, lambda module: is_linear(module) or isinstance(module, QuantLinear))
+    return _find(model, "linear", lambda module: is_linear(module) or isinstance(module, QuantLinear))
 
 
 def find_embeddings(model: nn.Module) -> list[Layer]:
     """All embeddings; those that are not quantized yet have the status "kept"."""
-    embeddings = _find(model, _is_any_embedding)
+    embeddings = _find(model, "embedding", lambda module: is_embedding(module) or isinstance(module, QuantEmbedding))
     for layer in embeddings:
         module, row = layer.module, layer.row
         if isinstance(module, QuantEmbedding):
@@ -69,15 +71,12 @@ def find_embeddings(model: nn.Module) -> list[Layer]:
     return embeddings
 
 
-def _is_any_embedding(module: nn.Module) -> bool:
-    return is_embedding(module) or isinstance(module, QuantEmbedding)
-
-
-def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]:
+def _find(model: nn.Module, kind: Literal["linear", "embedding"], belongs: Callable[[nn.Module], bool]) -> list[Layer]:
     # By name: torch.distributed.fsdp is not available in every build.
     wrapped = (module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel")
     flat = {id(module) for wrapper in wrapped for module in wrapper.modules()}
-    layers = {id(module): Layer(module, Row(name, (), "")) for name, module in model.named_modules() if belongs(module)}
+    found = ((name, module) for name, module in model.named_modules() if belongs(module))
+    layers = {id(module): Layer(kind, module, Row(name, (), "")) for name, module in found}
     for parent_name, parent in model.named_modules():
         for attribute, child in parent._modules.items():
             layer = layers.get(id(child))
@@ -162,7 +161,7 @@ def resolve_tied_weights(model: nn.Module, layers: list[Layer], embeddings: list
         if weight is not None:
             groups[id(weight)].append(layer)
     for key, tied in groups.items():
-        readers = [layer for layer in tied if _is_any_embedding(layer.module)]
+        readers = [layer for layer in tied if layer.kind == "embedding"]
         linears = tied[: len(tied) - len(readers)]
         if len(users[key]) < 2 or not linears:
             continue
