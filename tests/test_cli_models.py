@@ -270,7 +270,7 @@ def test_qao_load_takes_what_save_pretrained_wrote(kind: str, scheme: qao.Scheme
     assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
     if kind == "tied":
         assert empty.lm_head.weight is empty.model.embed_tokens.weight
-    with pytest.raises(ValueError, match="load: .*not a checkpoint of this BertModel|BertModel no module"):
+    with pytest.raises(ValueError, match="load: .*not a checkpoint of this BertModel|BertModel has no module"):
         qao.load(tmp_path, other)
     assert not any(isinstance(module, PackedModule) for module in other.modules())
 

@@ -72,7 +72,9 @@ def make_room(
     for name, scheme in plain.items():
         module = modules.get(name)
         if module is None:
-            raise ValueError(f"{name}: a quantized layer in the checkpoint, but no module of {type(model).__name__}")
+            raise ValueError(
+                f"{name}: the checkpoint has a quantized layer, but {type(model).__name__} has no module of this name"
+            )
         if id(module) in successors:
             continue
         weight = _weight_of(name, module, (sizes or {}).get(name))
@@ -139,7 +141,7 @@ def _empty_experts(
         given = sizes.get(f"{name}.{part}", (n, k))
         if tuple(given) != (n, k):
             raise ValueError(
-                f"{name}.{part}: weights {list(given)} in the checkpoint, but {[n, k]} in the model: another model?"
+                f"{name}.{part}: the checkpoint has weights {list(given)}, but the model has {[n, k]}: another model?"
             )
         dtype = dtypes.get(f"{name}.{part}", weight.dtype)
         device = "meta" if on_meta else weight.device
@@ -168,10 +170,10 @@ def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> to
         n, k = weight.shape if is_embedding(module) else linear_weight(module).shape
         shape = n, k
     else:
-        raise ValueError(f"{name}: a quantized layer in the checkpoint, but a {type(module).__name__} in the model")
+        raise ValueError(f"{name}: the checkpoint has a quantized layer, but the model has a {type(module).__name__}")
     if size is not None and tuple(size) != tuple(shape):
         raise ValueError(
-            f"{name}: a weight {list(size)} in the checkpoint, but {list(shape)} in the model: another model?"
+            f"{name}: the checkpoint has a weight {list(size)}, but the model has {list(shape)}: another model?"
         )
     return weight
 
