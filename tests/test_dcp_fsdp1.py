@@ -54,7 +54,7 @@ def test_dcp_load_checks_sizes_before_it_writes(scheme: qao.Scheme, nested: bool
     assert torch.equal(alike(X), saved(X))
     before = of(other)
     with pytest.raises(
-        ValueError, match=r"0\.pip_install_qao: the checkpoint holds a weight \[4, 64\], and .* \[7, 64\]"
+        ValueError, match=r"0\.pip_install_qao: the checkpoint holds a weight \[4, 64\], but .* \[7, 64\]"
     ):
         dcp.load(state(other), checkpoint_id=tmp_path)
     assert unchanged(other, before)
