@@ -71,7 +71,7 @@ Tensor int8_embedding_op(const Tensor& ids_tensor, const Tensor& weight_tensor, 
   const Argument ids("ids", ids_tensor), weight("weight", weight_tensor), scales("scales", scales_tensor);
   op.involve(&ids), op.involve(&weight), op.involve(&scales);
   op.check(weight.dtype() == int8_code() && weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) >= 1,
-           "weight must be int8 of shape [N, K]", "Quantise the weight first");
+           "weight must be int8 of shape [N, K]", "Quantize the weight first");
   Problem problem;
   problem.weight = Format::kInt8;
   problem.n = weight.size(0);

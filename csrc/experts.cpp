@@ -14,7 +14,7 @@ std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts_tensor, 
   experts::Sort sort;
   sort.wide = chosen.dtype() == int64_code();
   op.check((sort.wide || chosen.dtype() == int32_code()) && chosen.dim() == 2,
-           "experts must be int64 or int32 of shape [tokens, top_k]", "Pass the numbers that the router chose");
+           "experts must be int64 or int32 of shape [tokens, top_k]", "Pass the experts that the router chose");
   op.check(num_experts >= 1 && num_experts < int64_t{1} << 24, "num_experts must be from 1 to 2^24",
            "Pass the number of experts that have weights here");
   sort.slots = chosen.numel();
@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor> expert_topk_op(const Tensor& logits_tensor, int64_t t
   experts::TopK choice;
   choice.logits_dtype = op.float_dtype(logits);
   op.check(logits.dim() == 2 && logits.size(1) >= 1 && logits.size(1) < int64_t{1} << 24,
-           "logits must have shape [tokens, experts]", "Pass what the router computed, flattened");
+           "logits must have shape [tokens, experts]", "Pass the router's logits, flattened");
   choice.tokens = logits.size(0), choice.experts = static_cast<int>(logits.size(1));
   op.check(groups >= 1 && groups <= 32 && logits.size(1) % groups == 0 && top_groups >= 1 && top_groups <= groups,
            "experts must be as many in each of up to 32 groups, of which top_groups are chosen",
@@ -100,11 +100,11 @@ Tensor expert_sum_op(const Tensor& rows_tensor, const Tensor& places_tensor, con
   experts::Sum sum;
   sum.dtype = op.float_dtype(rows), sum.weights_dtype = op.float_dtype(weights);
   op.check(rows.dim() == 2 && rows.size(1) >= 1 && rows.size(0) < int64_t{1} << 31 && rows.size(1) < int64_t{1} << 26,
-           "rows must have shape [places, columns]", "Pass what the last product of the experts gave");
+           "rows must have shape [places, columns]", "Pass the result of the experts' last GEMM");
   op.check(places.dtype() == int32_code() && places.dim() == 2, "places must be int32 of shape [tokens, top_k]",
            "Pass the places of expert_sort");
   op.check(weights.has_shape({places.size(0), places.size(1)}), "weights must have the shape of places",
-           "Pass those of the router for the same experts");
+           "Pass the router's weights of the same experts");
   for (const Argument* operand : {&rows, &places, &weights}) op.check_operand(*operand, rows);
   sum.tokens = places.size(0), sum.top_k = places.size(1);
   sum.count = rows.size(0), sum.columns = rows.size(1);

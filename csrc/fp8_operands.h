@@ -17,7 +17,7 @@ inline Scaling x_scaling_of(const Op& op, int64_t group_size) {
 
 // Checks a static scale.
 inline void check_static_scale(const Op& op, const Argument& scale, const Argument& x, Scaling scaling) {
-  op.check(scaling == Scaling::kTensor, "a given scale holds for the whole tensor", "Pass group size 0 with it");
+  op.check(scaling == Scaling::kTensor, "a given scale is for the whole tensor", "Pass group size 0 with it");
   op.check(scale.dtype() == float32_code() && scale.numel() == 1, "the scale of x must be one float32",
            "Pass scale.float().reshape(1)");
   op.check(scale.same_device(x), "the scale and x are on different devices",

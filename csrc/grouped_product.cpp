@@ -22,21 +22,21 @@ GroupedProduct::GroupedProduct(Op& op, const Argument& x, const Tensor& weight, 
   bool alike = hide_experts(&scales_) == experts_.count;
   if (bias_) alike = hide_experts(&*bias_) == experts_.count && alike;
   if (weight_sums_) alike = hide_experts(&*weight_sums_) == experts_.count && alike;
-  op_.check(alike, "weight and all that belongs to it must be of as many experts, along dimension 0",
-            "Stack those of all experts");
-  op_.note(" (shapes are those of one expert, behind a dimension of experts)");
+  op_.check(alike, "weight, scales, bias and weight_sums must have the same number of experts in dimension 0",
+            "Stack the tensors of all experts");
+  op_.note(" (shapes are of one expert, without the dimension of experts)");
 }
 
 int64_t GroupedProduct::hide_experts(Argument* argument) {
   op_.check(argument->dim() >= 2,
             "weight, scales, bias, weight_sums and row_scales must have a dimension of experts, the first",
-            "Stack those of all experts");
+            "Stack the tensors of all experts");
   return argument->hide_first();
 }
 
 void GroupedProduct::use_row_scales(Argument& row_scales) {
-  op_.check(hide_experts(&row_scales) == experts_.count, "row_scales must be of as many experts, along dimension 0",
-            "Stack those of all experts");
+  op_.check(hide_experts(&row_scales) == experts_.count,
+            "row_scales must have the same number of experts in dimension 0", "Stack the tensors of all experts");
   Product::use_row_scales(row_scales);
 }
 
@@ -87,8 +87,8 @@ void GroupedProduct::check_values() const {
   for (int64_t s = 0; s < experts_.rows; ++s) {
     const int64_t row = experts_.index(s);
     if (row < 0 || row >= problem.m) {
-      op_.fail("row_index must name rows of x: " + std::to_string(row) + " of row " + std::to_string(s) + " is none",
-               "Pass numbers from 0 on below x.shape[0]");
+      op_.fail("row_index must hold rows of x: it is " + std::to_string(row) + " at " + std::to_string(s),
+               "Pass numbers from 0 to x.shape[0] - 1");
     }
   }
 }
@@ -96,7 +96,7 @@ void GroupedProduct::check_values() const {
 void GroupedProduct::use_gate(const GateNumbers& numbers) {
   gate_ = checked_gate(op_, numbers);
   op_.check(!gate_ || problem.n % 2 == 0, "a gated weight must have an even number of rows",
-            "Join the rows of gate and up, as many of each");
+            "Concatenate the rows of gate and up, equally many of each");
 }
 
 Tensor GroupedProduct::run(bool batch_invariant, const GateNumbers& gate) {

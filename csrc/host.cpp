@@ -227,8 +227,8 @@ PYBIND11_MODULE(_host, m) {
 
   py::class_<mm::Problem> problem(
       m, "Problem",
-      "A product: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8', 'int4' or 'fp4'; x_dtype is that of y, and of x "
-      "before it was quantised. Attributes are keyword arguments of the constructor; group_size -1 stands for k.");
+      "A GEMM: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8', 'int4' or 'fp4'; x_dtype is that of y, and of x "
+      "before quantization. Attributes are keyword arguments of the constructor; group_size -1 means k.");
   define_init(problem);
   define(problem, "m", &mm::Problem::m);
   define(problem, "n", &mm::Problem::n);
@@ -261,9 +261,8 @@ PYBIND11_MODULE(_host, m) {
   define(gpu, "shared_bytes_per_cta", &Gpu::shared_bytes_per_cta);
 
   constexpr const char* kPlanDoc =
-      "The plan of a problem on a GPU, as a dict; with experts, of a grouped product of that many. Needs no GPU. "
-      "Raises "
-      "RuntimeError where no kernel runs the problem.";
+      "The plan of a problem on a GPU, as a dict; with experts, of a grouped GEMM with that many. Needs no GPU. "
+      "Raises RuntimeError if no kernel runs the problem.";
   m.def("plan", &plan, arg("problem"), arg("gpu"), arg("experts") = 0, kPlanDoc);
   constexpr const char* kCpuKernelDoc =
       "Name of the CPU kernel of a problem at an instruction set, by default the selected one.";

@@ -22,7 +22,7 @@ struct PackedSizes {
 
 inline void check_packed_ranks(const Op& op, const Argument& weight, const Argument& scales) {
   op.check(weight.dim() == 3 && scales.dim() == 4, "weight must have 3 dimensions and scales 4",
-           "Pass what packing returned");
+           "Pass the result of packing");
 }
 
 // Infers group_size: the first of 128, 64, 32, 256 and K that gives this number of scales. It is unique if there are at

@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::o
   Product product(norm.op, norm.x, weight, scales, bias);
   product.use_packed_weight({out_features, in_features, group_size});
   norm.op.check(!gated || out_features % 2 == 0, "a gated weight must have an even number of rows",
-                "Join the rows of gate and up, as many of each");
+                "Concatenate the rows of gate and up, equally many of each");
   product.problem.m = norm.problem.m;
   product.problem.x_dtype = product.problem.y_dtype = norm.problem.x_dtype;
   Tensor sum = norm.make_sum();

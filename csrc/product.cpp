@@ -32,7 +32,7 @@ void Product::use_weight(const RowMajor& rows) {
   problem.weight = rows.format;
   const bool typed = weight_.dtype() == int8_code() || weight_.dtype() == rows.dtype();
   op_.check(typed && weight_.dim() == 2 && weight_.size(0) >= 1 && weight_.size(1) >= 1, rows.must_be,
-            "Quantise the weight first");
+            "Quantize the weight first");
   set_sizes(weight_.size(0), weight_.size(1));
   op_.check(scales_.dtype() == float32_code(), "scales must be float32", "Pass scales.float()");
   if (scales_.numel() == problem.n && (scales_.dim() == 1 || scales_.size(scales_.dim() - 1) == 1)) {
@@ -86,10 +86,10 @@ void Product::use_sizes(const PackedSizes& sizes) {
 
 void Product::use_row_scales(const Argument& row_scales) {
   op_.check(!problem.has_zeros, "row_scales are for a weight without zero points",
-            "Pass None, or quantise with symmetric=True");
+            "Pass None, or quantize with symmetric=True");
   op_.check(row_scales.dtype() == float32_code() && row_scales.has_shape({problem.n}),
             "row_scales must be float32 of shape [out_features]",
-            "Pass what quantising with scales of two levels made, or None");
+            "Pass the row scales of a weight quantized with two-level scales, or None");
   op_.check_operand(row_scales, x_);
   problem.row_scales = true;
   arguments.row_scales = static_cast<const float*>(row_scales.data());
@@ -105,7 +105,7 @@ void Product::use_bias_and_sums() {
   problem.x_zeros = true;
   op_.check(weight_sums_->dtype() == float32_code() && weight_sums_->has_shape({problem.n}),
             "weight_sums must be float32 of shape [out_features]",
-            "Pass the row sums of the dequantised weight, or None for a symmetric x");
+            "Pass the row sums of the dequantized weight, or None for a symmetric x");
   op_.check_operand(*weight_sums_, x_);
   arguments.weight_sums = static_cast<const float*>(weight_sums_->data());
 }

@@ -22,7 +22,7 @@ void Product::use_scaled_x(const Tensor& tensor, Format format, const Argument& 
                            torch::headeronly::ScalarType out_dtype) {
   op_.check(x_.dtype() == (format == Format::kInt8 ? int8_code() : fp8_code()),
             format == Format::kInt8 ? "x must be int8" : "x must be float8_e4m3fn",
-            "Quantise it with int8_quantize or fp8_quantize");
+            "Quantize it with int8_quantize or fp8_quantize");
   problem.x = format;
   problem.y_dtype = op_.float_dtype("out_dtype", out_dtype);
   use_rows(tensor, 1);
@@ -34,7 +34,7 @@ void Product::use_scaled_x(const Tensor& tensor, Format format, const Argument& 
   }
   op_.check(x_zeros->dtype() == int32_code() && x_zeros->numel() == problem.m,
             "x_zeros must be int32, one for each row of x", "Pass what int8_quantize returned");
-  op_.check(weight_sums_.has_value(), "x_zeros need weight_sums", "Pass the row sums of the dequantised weight");
+  op_.check(weight_sums_.has_value(), "x_zeros need weight_sums", "Pass the row sums of the dequantized weight");
   op_.check_operand(*x_zeros, x_);
   arguments.x_zeros = static_cast<const int32_t*>(x_zeros->data());
 }
@@ -78,8 +78,8 @@ void Product::check_blocks() {
   const bool blocks = has_block_scales();
   if (problem.x_scaling == Scaling::kBlock && blocks) problem.weight_scaling = Scaling::kBlock;
   op_.check((problem.x_scaling == Scaling::kBlock) == (problem.weight_scaling == Scaling::kBlock),
-            "blocks of 128 columns of x go with blocks of 128 x 128 of weight, and neither without the other",
-            "Quantise x and weight alike");
+            "x in blocks of 128 columns requires a weight in blocks of 128 x 128, and the reverse",
+            "Quantize x and weight with the same granularity");
 }
 
 // Batch invariance: plans must not depend on a scale of all rows, nor on the alignment of the rows.
@@ -87,8 +87,8 @@ void Product::keep_rows_apart() {
   problem.batch_invariant = true;
   problem.fast_accum = false;  // some tiles have no kernels for it
   op_.check(!(quantized_ && problem.x_scaling == Scaling::kTensor && !problem.static_scale),
-            "with batch_invariant a scale may not be that of all rows of x",
-            "Pass x_scale, or x_group_size=-1 for a scale a row");
+            "with batch_invariant, x may not have one scale for all rows",
+            "Pass x_scale, or x_group_size=-1 for one scale per row");
   if (!x_.is_cuda() || problem.m == 0 || quantized_) return;  // quantized rows are aligned
   const bool can_align = problem.k * (problem.x == Format::kFloat ? size_of(problem.x_dtype) : 1) % 16 == 0;
   if (can_align && !problem.x_aligned) {

@@ -85,7 +85,7 @@ struct Swiglu {
       : op(name), x("x", tensor) {
     op.involve(&x);
     rows.emplace(rows_of(op, tensor, x, &problem));
-    op.check(problem.k % 2 == 0, "x must have an even number of columns", "Pass gate and up, as many columns of each");
+    op.check(problem.k % 2 == 0, "x must have an even number of columns", "Pass gate and up with equally many columns");
     problem.gate = checked_gate(op, alpha, limit, shift, interleaved);
     problem.k /= 2;
     problem.producer = quantize::Producer::kSwiglu;

@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
   if (importance) {
     op.check_operand(*importance, weight);
     op.check(importance->dtype() == float32_code() && importance->has_shape({problem.k}),
-             "importance must be float32 [K]", "Pass None where all columns are alike");
+             "importance must be float32 [K]", "Pass None if all columns count equally");
   }
 
   const Rows rows(weight_tensor, weight);

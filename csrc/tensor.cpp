@@ -230,7 +230,7 @@ Tensor empty_of(const int64_t* sizes, int64_t dim, int32_t dtype, const Argument
   if (aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, like.device_index(), &handle) !=
       AOTI_TORCH_SUCCESS) {
     fail("out of memory: torch could not allocate " + std::string(dtype_name(dtype)) + list_of(sizes, dim) +
-         " beside " + like.describe() + ". Free memory, or pass fewer rows at a time.");
+         " in addition to " + like.describe() + ". Free memory, or pass fewer rows at a time.");
   }
   return Tensor(handle);
 }
@@ -279,7 +279,7 @@ Tensor copy_of(const Argument& argument, const Copy& copy) {
     return copy();
   } catch (const std::exception&) {  // its text is a line of torch's headers
     fail("out of memory: torch could not copy " + argument.describe() +
-         ", which no kernel reads as it lies. Free memory, or pass fewer rows at a time.");
+         ", which is not contiguous. Free memory, or pass fewer rows at a time.");
   }
 }
 

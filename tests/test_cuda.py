@@ -55,7 +55,7 @@ hopper = pytest.mark.skipif(
 
 def check_taken_by_turns(scheme: qao.Scheme, m: int, n: int, k: int, x_dtype: torch.dtype) -> None:
     plan = scheme.plan(m, n, k, x_dtype=x_dtype, scale_dtype=torch.float32, device=torch.device("cuda", 0))
-    assert plan is not None and "by turns" in plan["text"]
+    assert plan is not None and "ping-pong" in plan["text"]
 
 
 @hopper

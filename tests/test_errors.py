@@ -165,10 +165,10 @@ PACK = {
 }
 # Mistakes in an 8-bit weight and its scales.
 BYTE_WEIGHT: dict[str, tuple[Callable[[Arguments], Arguments], str, str]] = {
-    "uint8 weight": (with_("weight", lambda t: t.view(torch.uint8)), "weight must be", "Quantise the weight"),
-    "float weight": (with_("weight", lambda t: t.bfloat16()), "weight must be", "Quantise the weight"),
-    "weight of rank 3": (with_("weight", lambda t: t[None]), "weight must be", "Quantise the weight"),
-    "no rows": (with_("weight", lambda t: t[:0]), "weight must be", "Quantise the weight"),
+    "uint8 weight": (with_("weight", lambda t: t.view(torch.uint8)), "weight must be", "Quantize the weight"),
+    "float weight": (with_("weight", lambda t: t.bfloat16()), "weight must be", "Quantize the weight"),
+    "weight of rank 3": (with_("weight", lambda t: t[None]), "weight must be", "Quantize the weight"),
+    "no rows": (with_("weight", lambda t: t[:0]), "weight must be", "Quantize the weight"),
     "weight transposed": (with_("weight", transposed_memory), "weight must be contiguous", "weight.contiguous()"),
     "float64 scales": (with_("scales", lambda t: t.double()), "scales must be float32", "scales.float()"),
     "bfloat16 scales": (with_("scales", lambda t: t.bfloat16()), "scales must be float32", "scales.float()"),
@@ -187,12 +187,12 @@ SUMS = {
 }
 FP8_X = {
     "x by an unknown group": (with_("x_group_size", lambda g: 64), "must be -1", "one of these"),
-    "a scale for rows": (with_("x_group_size", lambda g: -1), "a given scale holds for the whole", "group size 0"),
+    "a scale for rows": (with_("x_group_size", lambda g: -1), "a given scale is for the whole", "group size 0"),
     "two scales": (with_("x_scale", lambda t: t.repeat(2)), "the scale of x must be one float32", "reshape(1)"),
     "blocks of x alone": (
         lambda a: a | {"x_scale": None, "x_group_size": 128},
-        "blocks of 128 columns of x go with blocks of 128 x 128",
-        "alike",
+        "x in blocks of 128 columns requires a weight in blocks of 128 x 128",
+        "the same granularity",
     ),
 }
 SCALED = {

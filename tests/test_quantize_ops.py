@@ -361,7 +361,7 @@ def test_errors(device: str) -> None:
         (lambda: OPS.int8_quantize(x[0, 0], True), r"x must have shape \[..., K\]"),
         (lambda: OPS.int8_quantize(x[:, :0], True), "K at least 1"),
         (lambda: fp8_quantize(x, 64), "group size"),
-        (lambda: fp8_quantize(x, -1, one), "a given scale holds for the whole tensor"),
+        (lambda: fp8_quantize(x, -1, one), "a given scale is for the whole tensor"),
         (lambda: fp8_quantize(x, 0, torch.ones(2, device=device)), "one float32"),
         (lambda: OPS.rms_norm_quantize(x, one, 1e-6, torch.int8), r"weight must be contiguous of shape \[K\]"),
         (lambda: OPS.rms_norm_quantize(x, None, 1e-6, torch.uint8), "dtype must be int8 or float8_e4m3fn"),

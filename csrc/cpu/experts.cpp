@@ -128,8 +128,8 @@ Status sum(const experts::Sum& s, const Threads& threads) {
   for (int64_t slot = 0; slot < s.tokens * s.top_k; ++slot) {
     if (s.places[slot] >= 0 && s.places[slot] < s.count) continue;
     return Status::error("places must be rows: " + std::to_string(s.places[slot]) + " of token " +
-                             std::to_string(slot / s.top_k) + " is none of " + std::to_string(s.count),
-                         "Pass the places of expert_sort, and all rows of the products");
+                             std::to_string(slot / s.top_k) + " is not below " + std::to_string(s.count),
+                         "Pass the places of expert_sort, and all rows of the GEMM's result");
   }
   switch (s.dtype) {
     case DType::kFloat32:

@@ -115,7 +115,7 @@ Status int4_pack(const Weight& p, const Unpacked& from, uint8_t* weight, void* s
   if (const int64_t i = first_invalid(p, from.q, threads); i >= 0) {
     return Status::error("q holds " + std::to_string(from.q[i]) + " at row " + std::to_string(i / p.k) + ", column " +
                              std::to_string(i % p.k) + "; values must be 0..15",
-                         "Quantise to four bits first");
+                         "Quantize to four bits first");
   }
   const int64_t k_tiles = int4::tiles_k(p.k), groups = p.groups();
   for_each_tile_row(p, threads, [&](int64_t tile_n) {

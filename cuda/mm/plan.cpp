@@ -59,7 +59,7 @@ Status plan(const Problem& given, const Gpu& gpu, Plan* plan) {
   if (!supported) {
     return Status::error(
         std::string("no CUDA kernel multiplies x in ") + name_of(problem.x) + " by W in " + name_of(problem.weight),
-        "Move the layer to the CPU, or quantise it to another scheme");
+        "Move the layer to the CPU, or quantize it to another scheme");
   }
   return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
                        " bytes of shared memory");

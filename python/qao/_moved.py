@@ -57,7 +57,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         new = _MOVED[module.__name__]
-        message = f"{module.__name__} is now {new}; the old name goes with qao 0.4"
+        message = f"{module.__name__} is now {new}; the old name will be removed in qao 0.4"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
 
 

@@ -222,7 +222,7 @@ TEST_CASE("eight bits: ping-pong tiles, in pairs of CTAs, where sums need nothin
         CHECK(plan.split_k == 1);
         CHECK(!plan.splits_last);
         CHECK(plan.tile_n == wgmma::kTiles[plan.config].rows);
-        CHECK(to_string(plan).find("by turns") != std::string::npos);
+        CHECK(to_string(plan).find("ping-pong") != std::string::npos);
       }
     }
   });

@@ -159,14 +159,14 @@ Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan
   if (!packed_alone && mma_sync::operands_of(problem) == Operands::kCount) {
     return Status::error(std::string("no CUDA kernel multiplies x in ") + name_of(problem.x) + " by W in " +
                              name_of(problem.weight) + " for experts",
-                         "Move the layer to the CPU, or quantise it to another scheme");
+                         "Move the layer to the CPU, or quantize it to another scheme");
   }
   if (std::max({experts.rows, experts.count, problem.m}) >= INT32_MAX / 2) {
     return Status::error("CUDA kernels of grouped products count rows and experts in 30 bits", "Pass fewer at a time");
   }
   if (problem.x == Format::kInt8 && problem.weight == Format::kInt8 && problem.k > kInt32Columns) {
     return Status::error("an expert with more than 65536 columns of int8 has no CUDA kernel",
-                         "Quantise it to another scheme");
+                         "Quantize it to another scheme");
   }
   if (stream::plan_grouped(problem, experts, gpu, plan) || wgmma::plan_grouped(problem, experts, gpu, plan)) return {};
   Status status = packed_alone ? plan_float_int4(problem, experts.count, experts.rows, gpu, plan)

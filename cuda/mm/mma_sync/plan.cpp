@@ -56,8 +56,8 @@ bool fill(const Problem& problem, const Gpu& gpu, Body body, Plan* plan) {
     if (against == nullptr) choice = choose(problem, gpu, true);
     plan->quantizes_x = choice.config != nullptr;
     plan->quantizer = against != nullptr  ? against
-                      : plan->quantizes_x ? "few tokens: every CTA quantises x"
-                                          : "x is too large for every CTA to quantise, or K is split";
+                      : plan->quantizes_x ? "few tokens: every CTA quantizes x"
+                                          : "x is too large for every CTA to quantize, or K is split";
   }
   if (choice.config == nullptr) choice = choose(problem, gpu, false);
   const Config* config = choice.config;

@@ -137,7 +137,7 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   const Stage stage(traits_of(problem, tile), tile);
   plan->body = Body::kWgmma;
   plan->reason = problem.batch_invariant       ? "batch-invariant on Hopper: wgmma walks K in one order"
-                 : tile.by_turns               ? "many tokens on Hopper: wgmma by turns"
+                 : tile.by_turns               ? "many tokens on Hopper: wgmma ping-pong"
                  : shares_long_k(problem, gpu) ? "few rows of W and a long K on Hopper: CTAs of wgmma share K"
                                                : "many tokens on Hopper: wgmma";
   plan->instruction = instruction_of(problem);
@@ -163,10 +163,9 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
 
 const char* unfit(const Problem& problem) {
   if (!has_kernels(problem)) return "wgmma has no kernel for these formats";
-  if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
-    return "the copy engine needs x aligned to 16 bytes";
+  if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem)) return "TMA needs x aligned to 16 bytes";
   if (!is_packed(problem.weight) && !problem.weight_aligned) {
-    return "the copy engine needs rows of W aligned to 16 bytes";
+    return "TMA needs rows of W aligned to 16 bytes";
   }
   if (problem.x == Format::kInt8 && problem.k > kMaxIntegerK) return "int32 sums over all of K could overflow";
   return nullptr;
