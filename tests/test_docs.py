@@ -25,7 +25,8 @@ from bench.__main__ import make_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "kernels").rglob("*.md"))]
+OTHERS = [ROOT / name for name in ("CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")]
+EVERY_PAGE = [*PAGES, *OTHERS, *sorted((ROOT / "docs" / "kernels").rglob("*.md"))]
 OPS_PAGE = ROOT / "docs" / "ops.md"
 OPS = sorted(s.name.removeprefix("qao::") for s in torch._C._jit_get_all_schemas() if s.name.startswith("qao::"))
 assert "int4_mm" in OPS

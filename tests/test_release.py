@@ -1,9 +1,10 @@
-"""What a release promises: equal bytes from equal sources."""
+"""What a release promises: versions that agree, pinned CI, deprecations in time, equal bytes from equal sources."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -11,9 +12,101 @@ import sys
 from pathlib import Path
 
 import pytest
+import qao
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))  # not in source distributions
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "python", "third_party", "tools")
+MINOR = tuple(map(int, qao.__version__.split(".")[:2]))
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def policy(row: str) -> str:
+    """The supported versions in a row of docs/policy.md."""
+    found = re.search(rf"^\| {row} \| ([^|]+) \|", read("docs/policy.md"), re.MULTILINE)
+    assert found, row
+    return found[1]
+
+
+# ---- versions ------------------------------------------------------------------------------------------------------
+
+
+def test_the_policy_names_the_versions_that_are_checked() -> None:
+    project = read("pyproject.toml")
+    for row, pattern, source in (
+        ("Python", r'requires-python = ">=([\d.]+)"', project),
+        ("torch", r'dependencies = \["torch>=([\d.]+)"', project),
+        ("torch", r"QAO_TORCH_TARGET ([\d.]+)\)", read("third_party/torch.cmake")),
+        ("transformers", r'"transformers>=([\d.]+)"', project),
+        ("CUDA toolkit, to build", r"nvcc ≥ ([\d.]+)", read("CONTRIBUTING.md")),
+        ("vLLM", r"Written for vLLM ([\d.]+)", read("docs/serving.md")),
+        ("SGLang", r"and SGLang ([\d.]+),", read("docs/serving.md")),
+    ):
+        found = re.search(pattern, source)
+        assert found and policy(row).startswith(found[1]), f"{row}: {policy(row)}, but {pattern} says {found}"
+
+
+def test_the_version_is_cited_and_gets_security_fixes() -> None:
+    assert f"\nversion: {qao.__version__}\n" in read("CITATION.cff")
+    assert f"| {MINOR[0]}.{MINOR[1]} | yes |" in read("SECURITY.md")
+    assert read("CHANGELOG.md").startswith(f"# Changelog\n\n## {qao.__version__}")
+
+
+def test_a_deprecated_name_lives_at_most_two_minor_versions() -> None:
+    """And not beyond: the version that removes it has to do so."""
+    removals = {
+        (path.name, tuple(map(int, found.groups())))
+        for path in (ROOT / "python" / "qao").rglob("*.py")
+        for found in re.finditer(r"(?:goes with|removed in) qao (\d+)\.(\d+)", path.read_text())
+    }
+    assert removals
+    assert not {(name, gone) for name, gone in removals if not MINOR < gone <= (MINOR[0], MINOR[1] + 2)}
+
+
+def test_every_version_since_the_promise_has_files_in_the_corpus() -> None:
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)", read("CHANGELOG.md"), re.MULTILINE)
+    promised = [version for version in versions if tuple(map(int, version.split("."))) >= (0, 2, 0)]
+    assert promised and promised == [version for version in promised if (ROOT / "tests" / "corpus" / version).is_dir()]
+
+
+# ---- the repository's host -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not WORKFLOWS, reason="source distributions have no .github")
+def test_workflows_run_stages_of_ci_with_pinned_actions() -> None:
+    yaml = pytest.importorskip("yaml")
+    stages = set(re.findall(r"^(\w+)\(\) \{", read(".ci/run"), re.MULTILINE))
+    called = set()
+    for path in WORKFLOWS:
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {"contents": "read"}, path.name
+        for job in workflow["jobs"].values():
+            assert "timeout-minutes" in job, path.name
+            for step in job["steps"]:
+                if "uses" in step:
+                    assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]), f"{path.name}: {step['uses']}"
+                else:
+                    script, *names = step["run"].split()
+                    assert script == ".ci/run" and names and stages.issuperset(names), f"{path.name}: {step['run']}"
+                    called.update(names)
+    assert stages - called == {"compile"}  # needs nvcc
+
+
+@pytest.mark.skipif(not FORMS, reason="source distributions have no .github")
+def test_issue_forms_ask_for_something_once() -> None:
+    yaml = pytest.importorskip("yaml")
+    for path in FORMS:
+        form = yaml.safe_load(path.read_text())
+        if path.name != "config.yml":
+            names = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+            assert form["name"] and form["description"] and names and len(names) == len(set(names)), path.name
+
+
+# ---- equal bytes -----------------------------------------------------------------------------------------------------
 
 
 def distributions(tree: Path, private: bool) -> dict[str, bytes]:
