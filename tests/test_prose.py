@@ -22,7 +22,7 @@ LEFT = {
     r"\bof its own\b": 0,
     r"\bwhat is\b": 4,
     r"\bnobody\b": 0,
-    r"\bobstacle\b": 22,
+    r"\bobstacle\b": 0,
     r"\bare none\b": 0,
     r"\bthe same of\b": 0,
     r"\bspared\b": 0,

@@ -93,9 +93,9 @@ def test_servers(asked: Callable[[], AbstractContextManager[Any]], reason: str) 
     experts = Experts("fp8", BLOCKS)
     assert experts.served
     with experts.process(), ExitStack() as stack:
-        assert qaos.obstacle(experts.layer) is None
+        assert qaos.unsupported_reason(experts.layer) is None
         stack.enter_context(asked())
-        assert qaos.obstacle(experts.layer) == reason
+        assert qaos.unsupported_reason(experts.layer) == reason
 
 
 def test_layers_of_their_own_kind() -> None:
@@ -103,7 +103,7 @@ def test_layers_of_their_own_kind() -> None:
     experts = Experts("fp8", BLOCKS)
     experts.layer.__class__ = DeepEPMoE
     with experts.process():
-        assert qaos.obstacle(experts.layer) == "an unknown kind of layer (DeepEPMoE)"
+        assert qaos.unsupported_reason(experts.layer) == "an unknown kind of layer (DeepEPMoE)"
 
 
 def test_deterministic_inference(monkeypatch: pytest.MonkeyPatch) -> None:

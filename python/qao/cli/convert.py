@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     add_output_options(parser)
 
 
-def _obstacle(source: Any) -> str | None:
+def _unsupported_reason(source: Any) -> str | None:
     """Why compressed-tensors cannot hold the layers, for reasons other than their schemes."""
     from ..schemes import Int4Weight
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     layers = {name: layer.scheme for name, layer in source.layers.items()}
     check_reader(args.reader, dict.fromkeys(layers.values()))
     widths = {name: layer.in_features for name, layer in source.layers.items()}
-    format = choose_format(args.to, layers, widths, _obstacle(source))
+    format = choose_format(args.to, layers, widths, _unsupported_reason(source))
     problems = reading_problems(source, trust=args.trust_remote_code)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

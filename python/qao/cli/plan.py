@@ -54,7 +54,7 @@ class Plan:
         in_features: K of each.
         linears: names of the linear layers that stay in float.
         aliases: names in qao's layout of tensors that the file stores only under another name.
-        obstacle: why compressed-tensors cannot hold the result; None if it may.
+        unsupported_reason: why compressed-tensors cannot hold the result; None if it may.
         problems: mismatches of file and model that would also fail on loading, in tensors that stay unchanged.
 
     Raises:
@@ -118,7 +118,7 @@ class Plan:
         self._prefix = {name: self._names.file_prefix(held) for name, held in self._held.items()}
         self.layers = {name: self._scheme(source, name) for name in self._modules}
         self.in_features = {name: module._sizes[1] for name, module in self._modules.items()}
-        self.obstacle = self._obstacle()
+        self.unsupported_reason = self._unsupported_reason()
         self.aliases = self._aliases()
 
     def steps(self, source: Checkpoint, format: str) -> list[Step]:
@@ -314,7 +314,7 @@ class Plan:
             found |= {f"{prefix}.{key}": f"{first}.{key}" for prefix in others - {first} for key in _SHARED}
         return found
 
-    def _obstacle(self) -> str | None:
+    def _unsupported_reason(self) -> str | None:
         for name, module in self._modules.items():
             if isinstance(module, QuantEmbedding):
                 return f"{name} is a quantized embedding"

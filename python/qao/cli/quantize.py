@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = {"exclude": args.exclude, "embeddings": args.embeddings, "dtype": dtype}
     plan = Plan(source, scheme, device=device, trust=args.trust_remote_code, anew=args.requantize, **options)
     check_reader(args.reader, dict.fromkeys(plan.layers.values()))
-    format = choose_format(args.to, plan.layers, plan.in_features, plan.obstacle)
+    format = choose_format(args.to, plan.layers, plan.in_features, plan.unsupported_reason)
     config = config_of(format, source.config, plan.layers, plan.linears, dtype)
     aliases = plan.aliases if format == "qao" else {}
     steps = plan.steps(source, format)

@@ -53,12 +53,12 @@ def layout_for(args: argparse.Namespace) -> None:
 def check_reader(reader: str | None, schemes: Iterable[Scheme]) -> None:
     """Raise Failure if vLLM or transformers without qao does not support these layers."""
     for scheme in schemes:
-        reason = _obstacle(reader, scheme)
+        reason = _unsupported_reason(reader, scheme)
         if reason is not None:
             raise Failure(f"--for {reader}: {reason}")
 
 
-def _obstacle(reader: str | None, scheme: Scheme) -> str | None:
+def _unsupported_reason(reader: str | None, scheme: Scheme) -> str | None:
     from ..schemes import Int4Weight
 
     if not isinstance(scheme, Int4Weight):

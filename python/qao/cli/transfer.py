@@ -152,7 +152,7 @@ def encode(
 
 
 def choose_format(
-    wanted: str | None, layers: Mapping[str, Scheme], in_features: Mapping[str, int], obstacle: str | None
+    wanted: str | None, layers: Mapping[str, Scheme], in_features: Mapping[str, int], unsupported_reason: str | None
 ) -> str:
     """The format of the result: compressed-tensors if it supports every layer, else qao's own.
 
@@ -162,7 +162,7 @@ def choose_format(
     if wanted == "qao":
         return wanted
     reasons = (f"{name}: {why}" for name, scheme in layers.items() if (why := can_write(scheme, in_features[name])))
-    reason = obstacle or next(reasons, None)
+    reason = unsupported_reason or next(reasons, None)
     if reason is None:
         return "compressed-tensors"
     if wanted:

@@ -84,7 +84,7 @@ def is_off(engine: str) -> bool:
     return os.environ.get(switch(engine), "") not in ("", "0")
 
 
-def gpu_obstacle(compute_capability: int | None) -> str | None:
+def unsupported_gpu(compute_capability: int | None) -> str | None:
     """Why no qao kernel runs on a GPU of this compute capability (90; None: unknown); None if kernels exist."""
     if _host is not None and _host.build_info()["cuda"] is None:
         return "this build of qao has no CUDA kernels: install one that was built with nvcc"
@@ -103,7 +103,7 @@ def rows(words: Tensor, bits: int, *, packed_dim: int, output_dim: int) -> Tenso
     return values if packed_dim != output_dim else values.t()
 
 
-def groups_obstacle(group_size: int, k: int, full_k: int) -> str | None:
+def unsupported_groups(group_size: int, k: int, full_k: int) -> str | None:
     """Why qao cannot compute k of ``full_k`` columns in groups of ``group_size`` (-1: the row); None if it can."""
     if group_size_of(group_size, k) is None or group_size == 0:
         return f"groups of {group_size} columns; qao supports {GROUPS}"
@@ -112,19 +112,19 @@ def groups_obstacle(group_size: int, k: int, full_k: int) -> str | None:
     return None
 
 
-def integers_obstacle(bits: int, group_size: int, k: int, full_k: int, zero_points: bool) -> str | None:
-    """``groups_obstacle`` for k of ``full_k`` columns of weight-only integers of ``bits``."""
+def unsupported_integers(bits: int, group_size: int, k: int, full_k: int, zero_points: bool) -> str | None:
+    """``unsupported_groups`` for k of ``full_k`` columns of weight-only integers of ``bits``."""
     if bits == 8:
         if group_size not in (-1, full_k):
             return f"eight bits in groups of {group_size} columns; qao supports one scale per row there"
         return "eight bits with zero points; qao supports none in this layout" if zero_points else None
     if bits != 4:
         return f"weights of {bits} bits; qao supports four, and eight without zero points"
-    return groups_obstacle(group_size, k, full_k)
+    return unsupported_groups(group_size, k, full_k)
 
 
 def integer_scheme(bits: int, given: int, k: int, *, symmetric: bool) -> Scheme:
-    """The scheme for weights that ``integers_obstacle`` accepts, in groups of ``given`` of k columns."""
+    """The scheme for weights that ``unsupported_integers`` accepts, in groups of ``given`` of k columns."""
     if bits == 8:
         return Int8WeightOnly()
     size = group_size_of(given, k)

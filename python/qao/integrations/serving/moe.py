@@ -55,15 +55,17 @@ def integers(each: Iterable[Plain], count: int, given: int, bits: int, k: int) -
     return scheme, whole
 
 
-def integers_obstacle(bits: int, given: int, hidden: int, width: int, full_width: int, zero_points: bool) -> str | None:
+def unsupported_integers(
+    bits: int, given: int, hidden: int, width: int, full_width: int, zero_points: bool
+) -> str | None:
     """Why qao cannot compute ``width`` of ``full_width`` rows of gate and up, and columns of down; None if it can."""
     sizes = (hidden, hidden), (width, full_width)
-    reasons = (common.integers_obstacle(bits, given, k, full_k, zero_points) for k, full_k in sizes)
+    reasons = (common.unsupported_integers(bits, given, k, full_k, zero_points) for k, full_k in sizes)
     return next(filter(None, reasons), None)
 
 
-def blocks_obstacle(width: int) -> str | None:
-    """``integers_obstacle`` for e4m3 weights with per-block scales."""
+def unsupported_blocks(width: int) -> str | None:
+    """``unsupported_integers`` for e4m3 weights with per-block scales."""
     if width % SCALE_BLOCK:
         return f"gate and up of {width} rows, which share a block of {SCALE_BLOCK} rows where they are joined"
     return None

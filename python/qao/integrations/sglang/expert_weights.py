@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...checkpoints.plain import nibbles
 from ...schemes import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight, PackedWeight, Scheme
 from ..serving import moe
-from .kernels import awq_values, blocks_obstacle, fp8_obstacle, gptq_values, online
+from .kernels import awq_values, gptq_values, online, unsupported_blocks, unsupported_fp8
 
 Values = Callable[[Tensor, Tensor, "Tensor | None", int], moe.Plain]
 
@@ -150,7 +150,7 @@ def of_fp8(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
         return "weights of four-bit floats"
     blocks = own.quant_config.weight_block_size
     scales = "weight_scale" if blocks is None else "weight_scale_inv"
-    return fp8_obstacle(own) or _fp8(scales, blocks, own.quant_config.activation_scheme == "static", sizes)
+    return unsupported_fp8(own) or _fp8(scales, blocks, own.quant_config.activation_scheme == "static", sizes)
 
 
 def of_modelopt_fp8(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
@@ -179,12 +179,12 @@ def _values_of_bytes(
 def _integers(
     values: Values, names: str, bits: int, group_size: int, symmetric: bool, sizes: ExpertSizes
 ) -> Weights | str:
-    reason = moe.integers_obstacle(bits, group_size, *sizes, not symmetric)
+    reason = moe.unsupported_integers(bits, group_size, *sizes, not symmetric)
     return reason or Integers(values, names, bits, group_size, symmetric)
 
 
 def _fp8(scales: str, blocks: list[int] | None, static: bool, sizes: ExpertSizes) -> Weights | str:
     if blocks is None:
         return EightBits(_FP8_ROWS, scales, static)
-    reason = blocks_obstacle(blocks) or moe.blocks_obstacle(sizes.width)
+    reason = unsupported_blocks(blocks) or moe.unsupported_blocks(sizes.width)
     return reason or EightBits(_FP8_BLOCKS, scales)

@@ -63,13 +63,13 @@ def beside_experts(own: Any, layer: nn.Module, name: str) -> Any:
 def _weights_of(own: Any, layer: Any) -> Weights | str:
     if type(own) not in _WEIGHTS:
         return f"weights of {type(own).__name__}"
-    if reason := missing(torch.empty(0).device) or obstacle(layer):
+    if reason := missing(torch.empty(0).device) or unsupported_reason(layer):
         return reason
     width = layer.intermediate_size_per_partition
     return _WEIGHTS[type(own)](own, layer, ExpertSizes(layer.hidden_size, width, width * layer.moe_tp_size))
 
 
-def obstacle(layer: Any) -> str | None:
+def unsupported_reason(layer: Any) -> str | None:
     """Why experts of any format are left to SGLang; None if qao may compute them."""
     config, runner, exchange = layer.moe_runner_config, get_moe_runner_backend(), get_moe_a2a_backend()
     if type(layer) is not FusedMoE:

@@ -200,10 +200,10 @@ def of_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
     blocks = own.quant_config.weight_block_size
     scales = "weight_scale" if blocks is None else "weight_scale_inv"
     static = layer._parameters.get("input_scale") is not None
-    return fp8_obstacle(own) or _fp8(scales, blocks, static, share, own.use_marlin)
+    return unsupported_fp8(own) or _fp8(scales, blocks, static, share, own.use_marlin)
 
 
-def fp8_obstacle(own: Any) -> str | None:
+def unsupported_fp8(own: Any) -> str | None:
     """Why layers of SGLang's method "fp8" are left to it, regardless of the layer; None if they are not."""
     if own.use_mxfp8 or getattr(own.quant_config, "scale_fmt", None) == "ue8m0":
         return "activations with scales that are powers of two (mxfp8, ue8m0)"
@@ -229,7 +229,7 @@ def online(config: Any) -> str | None:
 
 
 def _integers(kind: type[Integers], bits: int, group_size: int, symmetric: bool, share: Share) -> Kernel | str:
-    reason = common.integers_obstacle(bits, group_size, share.k, share.full_k, not symmetric)
+    reason = common.unsupported_integers(bits, group_size, share.k, share.full_k, not symmetric)
     return reason or kind(bits, group_size, symmetric, share)
 
 
@@ -237,13 +237,13 @@ def _fp8(scales: str, blocks: list[int] | None, static: bool, share: Share, weig
     backend = get_fp8_gemm_runner_backend()
     if not backend.is_auto() or get_bool_env_var("SGLANG_FORCE_FP8_MARLIN"):
         return f"another backend was requested: {'marlin' if backend.is_auto() else backend.value}"
-    if reason := blocks_obstacle(blocks):
+    if reason := unsupported_blocks(blocks):
         return reason
     dynamic = -1 if blocks is None else SCALE_BLOCK
     return Fp8(scales, blocks is not None, None if weight_only else 0 if static else dynamic, share)
 
 
-def blocks_obstacle(blocks: list[int] | None) -> str | None:
+def unsupported_blocks(blocks: list[int] | None) -> str | None:
     """Why qao does not support these scale blocks; None if it does, or there are no blocks."""
     if blocks is None or list(blocks) == [SCALE_BLOCK, SCALE_BLOCK]:
         return None

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...schemes import Scheme
 from ..serving.projection import check_come, portions, wait_for
-from .experts import GroupedExperts, obstacle
+from .experts import GroupedExperts, unsupported_reason
 from .process import missing
 
 
@@ -23,7 +23,7 @@ class QaoOwnExpertsMethod(GroupedExperts):
 
     def __init__(self, up: Scheme, down: Scheme, layer: nn.Module, name: str, quant_config: Any) -> None:
         self.schemes, self.name, self.quant_config = (up, down), name, quant_config
-        if reason := missing(torch.empty(0).device) or obstacle(layer):
+        if reason := missing(torch.empty(0).device) or unsupported_reason(layer):
             raise NotImplementedError(f"qao: {name}: experts in qao's own format: {reason}")
 
     def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:

@@ -20,7 +20,7 @@ def missing(device: torch.device) -> str | None:
         return "deterministic inference: qao chooses its kernels by the number of tokens"
     if is_cuda():
         major, minor = torch.cuda.get_device_capability()
-        return common.gpu_obstacle(10 * major + minor)
+        return common.unsupported_gpu(10 * major + minor)
     return None if device.type == "cpu" else "qao runs on CUDA and on CPUs"
 
 

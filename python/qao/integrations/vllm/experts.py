@@ -1,8 +1,8 @@
 """Fused experts of vLLM on qao's grouped GEMM, for 4-bit checkpoints that vLLM reads.
 
 The formats are compressed-tensors, GPTQ (symmetric, as vLLM takes it) and AWQ. Written against vLLM 0.33, where patched
-functions call qao first (oracles.py). ``obstacle`` rejects, with a reason, everything that would not be computed
-exactly as the checkpoint specifies; vLLM then uses its own list.
+functions call qao first (oracles.py). ``unsupported_reason`` rejects, with a reason, everything that would not be
+computed exactly as the checkpoint specifies; vLLM then uses its own list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...checkpoints.plain import group_size_of
 from ...ops.grouped_autograd import SILU_MUL
 from ...ops.grouped_mm import int4_grouped_mm
 from ..serving import common, moe
-from .grouped_experts import GroupedExperts, general_obstacle
+from .grouped_experts import GroupedExperts, unsupported_experts
 
 
 class QaoExperts(GroupedExperts):
@@ -25,7 +25,7 @@ class QaoExperts(GroupedExperts):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return activation_key is None  # the weight is checked in obstacle()
+        return activation_key is None  # the weight is checked in unsupported_reason()
 
     def _product(
         self, second: bool, x: Tensor, weight: Tensor, offsets: Tensor, row_index: Tensor | None, n: int
@@ -33,12 +33,12 @@ class QaoExperts(GroupedExperts):
         scales, bias = (self.w2_scale, self.w2_bias) if second else (self.w1_scale, self.w1_bias)
         k = x.shape[-1]
         size = group_size_of(self.block_shape[1], k)  # columns per group, as in the checkpoint
-        assert size is not None  # checked in obstacle()
+        assert size is not None  # checked in unsupported_reason()
         gate = None if second else SILU_MUL
         return int4_grouped_mm(x, weight, scales, bias, offsets, row_index, None, n, k, size, gate=gate)
 
 
-def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
+def unsupported_reason(config: Any, weight_key: Any, quant_config: Any) -> str | None:
     """Why these experts are left to vLLM; None if qao computes them."""
     layout = _layout(quant_config)
     if layout is None:
@@ -47,10 +47,10 @@ def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
         return f"{layout.bits} bits by {layout.strategy}; qao supports four bits in groups here"
     if layout.own_order:
         return "reordered columns (act-order)"
-    if reason := general_obstacle(QaoExperts, config, weight_key, None):
+    if reason := unsupported_experts(QaoExperts, config, weight_key, None):
         return reason
     sizes = config.hidden_dim, config.intermediate_size_per_partition, config.intermediate_size
-    return moe.integers_obstacle(4, quant_config.group_size, *sizes, not layout.symmetric)
+    return moe.unsupported_integers(4, quant_config.group_size, *sizes, not layout.symmetric)
 
 
 class _Layout(NamedTuple):
@@ -101,7 +101,7 @@ def converted(given: dict[str, Any]) -> tuple[Any, ...]:
     """Result of vLLM's ``convert_to_wna16_moe_kernel_format`` for these keyword arguments."""
     config, found = given["quant_config"], {}
     layout = _layout(config)
-    assert layout is not None  # checked in obstacle()
+    assert layout is not None  # checked in unsupported_reason()
     for name in ("w13", "w2"):
         zeros = None if layout.symmetric else given[f"{name}_qzeros"]
         found[name] = packed(given[name], given[f"{name}_scale"], zeros, config)

@@ -14,7 +14,7 @@ from ...ops.grouped_autograd import SILU_MUL
 from ...ops.grouped_mm import fp8_fp8_grouped_mm
 from ...ops.packed_shape import SCALE_BLOCK
 from ..serving import moe
-from .grouped_experts import GroupedExperts, general_obstacle
+from .grouped_experts import GroupedExperts, unsupported_experts
 
 
 class QaoFp8Experts(GroupedExperts):
@@ -45,11 +45,11 @@ def _kind(weight_key: Any, activation_key: Any) -> str | None:
     return "row" if shape.is_per_channel() and x_shape.is_per_token() else None
 
 
-def obstacle(config: Any, weight_key: Any, activation_key: Any) -> str | None:
+def unsupported_reason(config: Any, weight_key: Any, activation_key: Any) -> str | None:
     """Why these experts are left to vLLM; None if qao computes them."""
     kind = _kind(weight_key, activation_key)
     if kind is None:
         return f"weights of {weight_key} with activations of {activation_key}"
-    if kind == "block" and (reason := moe.blocks_obstacle(config.intermediate_size_per_partition)):
+    if kind == "block" and (reason := moe.unsupported_blocks(config.intermediate_size_per_partition)):
         return reason
-    return general_obstacle(QaoFp8Experts, config, weight_key, activation_key)
+    return unsupported_experts(QaoFp8Experts, config, weight_key, activation_key)

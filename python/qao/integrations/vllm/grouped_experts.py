@@ -101,7 +101,7 @@ class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         output.copy_(moe.through(hidden_states, ids, weights, len(w1), up, down))
 
 
-def general_obstacle(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:
+def unsupported_experts(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:
     """Why experts of any format are left to vLLM; None if ``experts`` may compute them."""
     if config.moe_backend != "auto" or experts.__name__ in envs.VLLM_DISABLED_KERNELS:
         return f"another backend was requested (moe_backend {config.moe_backend!r}), or this one is disabled"

@@ -57,7 +57,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        reason = missing() or _mixed_obstacle(c)
+        reason = missing() or _unsupported_mixed(c)
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -91,7 +91,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
         return self._operator(x, weight, scales, bias, *sums, *self._rest)  # type: ignore[no-any-return]
 
 
-def _mixed_obstacle(c: Any) -> str | None:
+def _unsupported_mixed(c: Any) -> str | None:
     kind, k = c.weight_type, c.partition_weight_shape[0]
     if kind not in (scalar_types.uint4, scalar_types.uint4b8, scalar_types.int4, scalar_types.uint8b128):
         return f"weights of type {kind}; qao supports four bits, and eight without zero points"
@@ -101,7 +101,7 @@ def _mixed_obstacle(c: Any) -> str | None:
         return f"weights of type {kind} {'with' if c.zero_points else 'without'} zero points"
     if c.act_type not in (*_FLOATS, torch.int8, torch.float8_e4m3fn):
         return f"activations of type {c.act_type}"
-    return common.integers_obstacle(kind.size_bits, c.group_size, k, c.full_weight_shape[0], c.zero_points)
+    return common.unsupported_integers(kind.size_bits, c.group_size, k, c.full_weight_shape[0], c.zero_points)
 
 
 def _mixed_scheme(c: Any, layer: nn.Module) -> Scheme:
@@ -109,7 +109,7 @@ def _mixed_scheme(c: Any, layer: nn.Module) -> Scheme:
     if c.weight_type.size_bits == 8:
         return Int8WeightOnly()
     size = group_size_of(c.group_size, c.partition_weight_shape[0])
-    assert size is not None  # checked in _mixed_obstacle
+    assert size is not None  # checked in _unsupported_mixed
     symmetric = not c.zero_points
     if c.act_type == torch.float8_e4m3fn:
         return Float8DynamicActivationInt4Weight(size, symmetric)

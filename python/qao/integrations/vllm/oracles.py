@@ -49,9 +49,9 @@ def _int4(oracle: Any) -> dict[str, Any]:
     make = oracle.make_wna16_moe_kernel
 
     def ours(*given: Any) -> tuple[str | None, Any]:
-        from .experts import QaoExperts, obstacle
+        from .experts import QaoExperts, unsupported_reason
 
-        return obstacle(*given), QaoExperts
+        return unsupported_reason(*given), QaoExperts
 
     @wraps(convert)
     def convert_weights(backend: Any, **given: Any) -> Any:
@@ -86,9 +86,9 @@ def _fp8(oracle: Any) -> dict[str, Any]:
     select, convert = oracle.select_fp8_moe_backend, oracle.convert_to_fp8_moe_kernel_format
 
     def ours(*given: Any) -> tuple[str | None, Any]:
-        from .experts_fp8 import QaoFp8Experts, obstacle
+        from .experts_fp8 import QaoFp8Experts, unsupported_reason
 
-        return obstacle(*given), QaoFp8Experts
+        return unsupported_reason(*given), QaoFp8Experts
 
     @wraps(convert)
     def convert_weights(fp8_backend: Any, *rest: Any, **given: Any) -> Any:

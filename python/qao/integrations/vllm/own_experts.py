@@ -18,7 +18,7 @@ from ...nn.experts import QuantProjection
 from ...ops.grouped_autograd import SILU_MUL, Gate
 from ...schemes import Scheme
 from ..serving.projection import check_come, portions, wait_for
-from .grouped_experts import GroupedExperts, general_obstacle, kernel_of
+from .grouped_experts import GroupedExperts, kernel_of, unsupported_experts
 
 CHILD = "routed_experts"
 _GPT_OSS: Gate = (1.702, 7.0, 1.0, True)  # vLLM's constants for MoEActivation.SWIGLUOAI, regardless of the config
@@ -66,7 +66,7 @@ class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, up: Scheme, down: Scheme, layer: Any, name: str) -> None:
         super().__init__(layer.moe_config)
         self.schemes, self.name = (up, down), name
-        if reason := _obstacle(layer):
+        if reason := _unsupported_reason(layer):
             raise NotImplementedError(f"qao: {name}: experts in qao's own format: {reason}")
 
     def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
@@ -116,13 +116,13 @@ class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         )
 
 
-def _obstacle(layer: Any) -> str | None:
+def _unsupported_reason(layer: Any) -> str | None:
     """Why qao cannot compute these experts; None if it can."""
     if type(layer).__name__ not in _LAYERS:
         return f"an unknown kind of layer ({type(layer).__name__})"
     if layer.expert_map_manager.num_fused_shared_experts:
         return "shared experts fused with them"
-    return general_obstacle(QaoOwnExperts, layer.moe_config, None, None)
+    return unsupported_experts(QaoOwnExperts, layer.moe_config, None, None)
 
 
 def _slots(layer: Any) -> list[int]:

@@ -19,7 +19,7 @@ def missing(compute_capability: int | None = None) -> str | None:
         return None
     if not current_platform.is_cuda():
         return "qao runs on CUDA and on CPUs"
-    return common.gpu_obstacle(compute_capability)
+    return common.unsupported_gpu(compute_capability)
 
 
 def replace_functions(module: str, made: dict[str, Any]) -> None:
