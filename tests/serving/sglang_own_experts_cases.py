@@ -74,7 +74,7 @@ def test_cuts_within_what_shares_a_scale() -> None:
 def test_another_checkpoint_than_the_config_says() -> None:
     config, _, _ = checkpoint(SCHEMES[0])
     _, tensors, _ = checkpoint(qao.Int4WeightOnly(group_size=64))
-    with pytest.raises(ValueError, match="experts.* the config says int4 g32 .* Save the model again"):
+    with pytest.raises(ValueError, match="experts.* the config says int4 g32.* Save the model again"):
         load(config, tensors)
 
 
@@ -82,7 +82,7 @@ def test_another_model() -> None:
     config, tensors, _ = checkpoint(SCHEMES[0])
     experts = Experts("qao", config)
     marker = qao.nn.marker.Marker(SCHEMES[0].to_dict(), 2 * WIDTH, K, DTYPE, E - 1)
-    with pytest.raises(ValueError, match="holds 4 experts of 768 rows"):
+    with pytest.raises(ValueError, match="holds 4 experts, but the model has expert 4"):
         target = experts.layer.up._parameters["pip_install_qao"]
         target.weight_loader(target, qao.nn.marker.encode(marker))
 

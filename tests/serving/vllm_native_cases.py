@@ -15,6 +15,7 @@ from accuracy import check_close
 from checkpoint_support import SCHEMES
 from loaded import KINDS, K
 from native import DTYPE, JOINED_CASES, check, check_joined, checkpoint, exact
+from qao.nn import marker
 from qao.schemes import Scheme
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -116,8 +117,26 @@ def test_cuts_within_what_shares_a_scale(scheme: Scheme, kind: str, size: int, m
 def test_a_checkpoint_that_is_another_than_its_config() -> None:
     content, _, _ = checkpoint("column", qao.Int4WeightOnly(128))
     _, states, _ = checkpoint("column", qao.Int4WeightOnly(128, True))
-    with engine(DTYPE), pytest.raises(ValueError, match="the config says int4 g128 asymmetric .* Save the model again"):
+    with (
+        engine(DTYPE),
+        pytest.raises(ValueError, match="config says int4 g128 asymmetric, but .* Save the model again"),
+    ):
         load("column", content, [dict(reversed(states[0].items()))])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["column", "row", "qkv", "gate_up"])
+def test_a_weight_of_another_size(kind: str, size: int) -> None:
+    """Four-bit weights [124, K] and [128, K] have tensors of one shape: only the marker knows."""
+    content, states, _ = checkpoint(kind, qao.Int4WeightOnly(64))
+    name = marker.MARKER
+    found = marker.decode(states[-1][name], name)
+    states[-1][name] = marker.encode(found._replace(out_features=found.out_features - 4))
+    with (
+        engine(DTYPE),
+        pytest.raises(ValueError, match=f"weight is .{found.out_features}, .* but the checkpoint holds"),
+    ):
+        load(kind, content, states, 0, size)
 
 
 def test_a_matrix_that_does_not_come() -> None:

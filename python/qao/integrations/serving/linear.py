@@ -24,19 +24,34 @@ from .config import Served
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
 
 
-def check_marker(loaded: Tensor, scheme: Scheme, k: int, name: str) -> marker.Marker:
-    """The marker of a weight in a checkpoint, which must agree with the config."""
+def check_marker(loaded: Tensor, scheme: Scheme, n: int, k: int, name: str) -> marker.Marker:
+    """The marker of a weight in a checkpoint, which must agree with the config and with the model's weight [n, k]."""
     found = marker.decode(loaded, f"{name}.{marker.MARKER}")
     said, wanted = ({**one, "scale_dtype": None} for one in (found.scheme, scheme.to_dict()))
     for one in (said, wanted):  # the static scale differs between layers
         if one.get("activation_scale") is not None:
             one["activation_scale"] = 1.0
-    if said != wanted or found.in_features != k:
+    if said != wanted:
         raise ValueError(
-            f"qao: {name}: the config says {scheme} of {k} columns, but the checkpoint holds "
-            f"{found.scheme} of {found.in_features}. Save the model again."
+            f"qao: {name}: the config says {scheme}, but the checkpoint holds {found.scheme}. Save the model again."
+        )
+    if (found.out_features, found.in_features) != (n, k):
+        raise ValueError(
+            f"qao: {name}: the model's weight is [{n}, {k}], but the checkpoint holds a weight "
+            f"[{found.out_features}, {found.in_features}]. Use the checkpoint of this model."
         )
     return found
+
+
+def _rows_of_matrices(layer: Any, parts: list[int], output_size: int) -> list[int]:
+    """Rows of each joined matrix in the checkpoint; ``parts`` are those of this rank, ``output_size`` is of all ranks.
+
+    Engines pad heads, and give every rank a whole head of k and v if there are more ranks than heads.
+    """
+    if hasattr(layer, "org_vocab_size"):
+        return [layer.org_vocab_size]
+    ranks, replicas = output_size // sum(parts), getattr(layer, "num_kv_head_replicas", 1)
+    return [part * ranks // (replicas if i > 0 else 1) for i, part in enumerate(parts)]
 
 
 class ServedLinear:
@@ -65,6 +80,7 @@ class ServedLinear:
         self._check_head(getattr(layer, "org_vocab_size", 0))
         self._check_cuts(parts, k, cut_rows=len(parts) > 1 or n != output_size, cut_columns=k != input_size)
         self.parts, self.k, self.full_k = parts, k, input_size
+        self.rows = _rows_of_matrices(layer, parts, output_size)
         self.rest = self.scheme.constants(n, k)
         layer.weight_block_size = [SCALE_BLOCK, SCALE_BLOCK]  # type: ignore[assignment]
         loader = extra["weight_loader"]
@@ -133,8 +149,10 @@ class ServedLinear:
     def _check_marker(self, parameter: nn.Parameter, loaded: Tensor, part: Any = None, **kwargs: Any) -> None:
         """Compare the marker of a layer in the checkpoint with the config."""
         if not torch.equal(loaded.cpu(), marker.tripwire()):
-            check_marker(loaded, self.scheme, self.full_k, self.name)
-            self.come += len(self.parts) if part is None else len(part) if isinstance(part, tuple) else 1
+            matrices = range(len(self.parts)) if part is None else part if isinstance(part, tuple) else (part,)
+            n = sum(self.rows["qkv".index(one) if isinstance(one, str) else one] for one in matrices)
+            check_marker(loaded, self.scheme, n, self.full_k, self.name)
+            self.come += len(matrices)
             self.served.loads = True
             self.served.tell_unasked()
 

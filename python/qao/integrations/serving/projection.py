@@ -149,11 +149,11 @@ class Arriving(nn.Module):
 
     def _take(self, one: str, parameter: nn.Parameter, loaded: Tensor) -> None:
         if one == marker.MARKER:
-            said = check_marker(loaded, self.scheme, self.portion.k, self.name)
-            if said.out_features != self.portion.n or said.experts is None or said.experts <= max(self.portion.slots):
+            said = check_marker(loaded, self.scheme, self.portion.n, self.portion.k, self.name)
+            if said.experts is None or said.experts <= max(self.portion.slots):
                 raise ValueError(
-                    f"qao: {self.name}: the checkpoint holds {said.experts} experts of {said.out_features} rows, but "
-                    f"the model's have {self.portion.n} rows: another model?"
+                    f"qao: {self.name}: the checkpoint holds {said.experts} experts, but the model has expert "
+                    f"{max(self.portion.slots)}. Use the checkpoint of this model."
                 )
         elif one != marker.TRIPWIRE:
             self.found[one] = loaded
