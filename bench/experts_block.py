@@ -42,7 +42,7 @@ def make_block(scheme: qao.Scheme | None, device: str) -> Any:
         block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).requires_grad_(False).eval()
     if scheme is not None:
         report = qao.quantize_(block, {"experts": scheme}, progress=False)
-        if not any(isinstance(module, qao.QuantExperts) for module in block.modules()):
+        if not any(isinstance(module, qao.nn.QuantExperts) for module in block.modules()):
             raise RuntimeError(f"the experts were not quantized:\n{report}")
     block = block.to_empty(device=device)
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ HEAD = "lm_head"  # tied to the embedding
 
 # Every scheme without head and embedding; then with the tied pair as well (embeddings=True).
 CASES: dict[str, dict[str, qao.Scheme | None]] = {
-    **{word: {HEAD: None, "re:.*": kind()} for word, kind in qao.SCHEMES.items()},
+    **{word: {HEAD: None, "re:.*": kind()} for word, kind in qao.schemes.SCHEMES.items()},
     "int8_int8, rotation 64": {HEAD: None, "re:.*": qao.Int8DynamicActivationInt8Weight(rotation=64)},
     "int4, groups of 32": {HEAD: None, "re:.*": INT4},
     "int4, groups of 32; head and embedding int8": {HEAD: qao.Int8WeightOnly(), "re:.*": INT4},

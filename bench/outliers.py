@@ -23,7 +23,7 @@ from .meta import describe
 N, K = 1024, 4096
 TOKENS = (1, 16, 512)  # these use different kernels; the largest error counts
 SCHEMES: dict[str, qao.Scheme] = {
-    **{word: kind() for word, kind in qao.SCHEMES.items()},
+    **{word: kind() for word, kind in qao.schemes.SCHEMES.items()},
     "int8_int8, rotation 64": qao.Int8DynamicActivationInt8Weight(rotation=64),
     "int4, groups of 32": qao.Int4WeightOnly(group_size=32),
     "fp4, nvfp4": qao.Fp4WeightOnly("nvfp4"),

@@ -152,7 +152,7 @@ def main(what: str, directory: Path) -> None:
                 else:
                     import qao
 
-                    model = load(container, qao.SCHEMES[word](), case)
+                    model = load(container, qao.schemes.SCHEMES[word](), case)
                 found = run(model, container)
             error = (found.float() - expected.float()).abs().max().item() / expected.float().abs().max().item()
             results[case.name] = {"equal": torch.equal(found, expected), "error": error}

@@ -217,7 +217,7 @@ def test_what_is_no_tensor_of_the_other_functions() -> None:
         qao.ops.add_rms_norm(None, x, None, 1e-6)
     with pytest.raises(RuntimeError, match="qao::silu_mul: up must be a tensor"):
         qao.ops.silu_mul(x, None)
-    embedding = qao.QuantEmbedding.from_embedding(nn.Embedding(8, 64), SCHEMES[0])
+    embedding = qao.nn.QuantEmbedding.from_embedding(nn.Embedding(8, 64), SCHEMES[0])
     with pytest.raises(RuntimeError, match="qao::int4_embedding: ids must be a tensor"):
         embedding(None)
     with pytest.raises(RuntimeError, match="qao::int4_mm: an argument is not a tensor.*x: None"):

@@ -113,7 +113,7 @@ def test_gpt_oss_is_quantized_while_it_is_loaded(gpt_oss: tuple[Path, Any]) -> N
     loaded = qao.from_pretrained(path, scheme=scheme)
     expected = copy.deepcopy(model)
     qao.quantize_(expected, scheme, progress=False)
-    experts = [name for name, module in loaded.named_modules() if isinstance(module, qao.QuantExperts)]
+    experts = [name for name, module in loaded.named_modules() if isinstance(module, qao.nn.QuantExperts)]
     assert len(experts) == 2
     wanted, found = expected.state_dict(), loaded.state_dict()
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
@@ -123,7 +123,7 @@ def test_gpt_oss_is_quantized_while_it_is_loaded(gpt_oss: tuple[Path, Any]) -> N
 def test_without_a_scheme_experts_keep_their_numbers(gpt_oss: tuple[Path, Any]) -> None:
     path, model = gpt_oss
     loaded = qao.from_pretrained(path)
-    experts = {name: module for name, module in loaded.named_modules() if isinstance(module, qao.QuantExperts)}
+    experts = {name: module for name, module in loaded.named_modules() if isinstance(module, qao.nn.QuantExperts)}
     assert len(experts) == 2 and not any(isinstance(module, qao.QuantLinear) for module in loaded.modules())
     for name, module in experts.items():
         floats = model.get_submodule(name)

@@ -22,6 +22,7 @@ from qao.checkpoints.shard_writer import ShardWriter
 from qao.cli import main
 from qao.diagnostics import doctor
 from qao.nn.packed_module import PackedModule
+from qao.quantization.report import Report, Row, table
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -488,7 +489,7 @@ def test_facts_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     on_cpu = [speed for speed in result["speeds"] if speed["device"] == "cpu"]
     assert [speed["m"] for speed in on_cpu] == [1, 256]
     for speed in on_cpu:
-        assert set(speed["ratios"]) == set(qao.SCHEMES) and min(speed["ratios"].values()) > 0
+        assert set(speed["ratios"]) == set(qao.schemes.SCHEMES) and min(speed["ratios"].values()) > 0
         assert speed["ratios"][speed["fastest"]] == max(speed["ratios"].values())
     monkeypatch.setattr(doctor, "checks", lambda: [doctor.Check("good", None), doctor.Check("bad", "is off by 1")])
     assert main(["doctor"]) == 1
@@ -564,7 +565,7 @@ def test_for_readers_without_qao(llama: Path, tmp_path: Path, capsys: pytest.Cap
 def test_words_of_others(word: str, own: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize", "model", "out", "--scheme", word]) == 2
     assert f"the equivalent in qao is {own} " in stderr_line(capsys)
-    name = type(qao.SCHEMES[own]()).__name__
+    name = type(qao.schemes.SCHEMES[own]()).__name__
     with pytest.raises(TypeError, match=rf"the equivalent in qao is qao\.{name}\("):
         qao.quantize_(torch.nn.Sequential(torch.nn.Linear(4, 4)), word)  # type: ignore[arg-type]
 
@@ -595,7 +596,6 @@ def test_an_output_that_cannot_be_written(llama: Path, tmp_path: Path, capsys: p
 
 
 def test_tables_fit_the_width() -> None:
-    from qao.quantization.report import table
 
     rows = [
         (f"model.layers.{i}.self_attn.q_proj", "64x64", "int8", "its weight is also that of others") for i in (1, 2)
@@ -614,7 +614,7 @@ def test_tables_fit_the_width() -> None:
 def test_reports_fit_every_width(width: int, calibrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost but beginnings of names, and at 80 columns a report is a table."""
     rows = [
-        qao.Row(
+        Row(
             *(f"model.layers.{i}.self_attn.q_proj", (576, 576), "quantized", "int4 g128 asymmetric"),
             *("shares its weight with others", 2**22, 2**20, 0.1, "avx2 vpmaddubsw / avx2 vfmadd231ps"),
             output_error=0.03 + i / 100 if calibrated else None,
@@ -624,7 +624,7 @@ def test_reports_fit_every_width(width: int, calibrated: bool, monkeypatch: pyte
     ]
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
-    lines = str(qao.Report(1000, 900, rows)).splitlines()
+    lines = str(Report(1000, 900, rows)).splitlines()
     end = next(i for i, line in enumerate(lines) if line.startswith("2 of 2 layers quantized"))
     text = "".join("".join(lines[:end]).split())
     assert max(map(len, lines[:end])) <= width

@@ -136,8 +136,8 @@ def test_what_needs_no_torch_does_not_wait_for_it(name: str, files: dict[str, Pa
 
 
 def test_words_of_the_command_line_are_those_of_the_library() -> None:
-    from qao import SCHEMES
     from qao import _words as words
+    from qao.schemes import SCHEMES
 
     assert words.SCHEMES == {word: kind.__name__ for word, kind in SCHEMES.items()}
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import qao
 import torch
+from qao.quantization.report import Report
+from qao.schemes import SCHEMES
 from torch import Tensor, nn
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -28,7 +30,7 @@ def floats() -> nn.ModuleDict:
 
 
 def schemes() -> dict[str, qao.Scheme]:
-    found = {name: kind() for name, kind in qao.SCHEMES.items()}
+    found = {name: kind() for name, kind in SCHEMES.items()}
     # groups that a row of 64 columns has
     return {
         name: type(scheme)(group_size=32) if "group_size" in scheme.to_dict() else scheme
@@ -36,7 +38,7 @@ def schemes() -> dict[str, qao.Scheme]:
     }
 
 
-def quantized() -> tuple[nn.ModuleDict, qao.Report]:
+def quantized() -> tuple[nn.ModuleDict, Report]:
     model = floats()
     return model, qao.quantize_(model, schemes(), embeddings=True)
 
@@ -45,7 +47,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: module.dequantize()
         for name, module in model.named_modules()
-        if isinstance(module, (qao.QuantLinear, qao.QuantEmbedding))
+        if isinstance(module, (qao.QuantLinear, qao.nn.QuantEmbedding))
     }
 
 
@@ -62,7 +64,7 @@ def write(folder: Path) -> None:
 def check(model: nn.Module, folder: Path) -> None:
     expected = torch.load(folder / "weights.pt", weights_only=True)
     found = weights(model)
-    assert found.keys() == expected.keys() and len(found) == len(qao.SCHEMES) + 1
+    assert found.keys() == expected.keys() and len(found) == len(SCHEMES) + 1
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
 
@@ -83,7 +85,7 @@ def test_a_pickled_model(folder: Path) -> None:
         model = torch.load(folder / "model.pt", weights_only=False)
     check(model, folder)
     assert all(type(module).__module__.startswith("qao.") for module in model.children())
-    assert model[next(iter(qao.SCHEMES))](torch.randn(3, 64)).shape == (3, 32)
+    assert model[next(iter(SCHEMES))](torch.randn(3, 64)).shape == (3, 32)
 
 
 def test_a_state_dict(folder: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_report(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         report = pickle.loads((folder / "report.pickle").read_bytes())
-    assert isinstance(report, qao.Report)
+    assert isinstance(report, Report)
     assert [(row.name, row.scheme, row.shape) for row in report.rows] == [
         (row.name, row.scheme, row.shape) for row in quantized()[1].rows
     ]

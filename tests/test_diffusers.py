@@ -17,7 +17,7 @@ if not support.importable("diffusers"):
     pytest.skip("no diffusers that works", allow_module_level=True)
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
-every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)
+every_scheme = pytest.mark.parametrize("kind", qao.schemes.SCHEMES.values(), ids=lambda kind: kind.word)
 
 
 def unet() -> Any:

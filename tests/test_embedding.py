@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import qao
 import torch
 from qao import (
     Float8DynamicActivationInt4Weight,
@@ -18,11 +17,11 @@ from qao import (
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
-    QuantEmbedding,
     QuantLinear,
     Scheme,
     quantize_,
 )
+from qao.nn import QuantEmbedding
 from torch import Tensor, nn
 
 N, K = 90, 72
@@ -344,10 +343,6 @@ def test_compile(scheme: Scheme, device: str) -> None:
     for count in (4, 9):
         ids = ids_of(2, count, device=device)
         torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-4)
-
-
-def test_public_name() -> None:
-    assert qao.QuantEmbedding is QuantEmbedding and "QuantEmbedding" in qao.__all__
 
 
 @pytest.mark.parametrize("scheme", (INT4, SCHEMES[2]), ids=str)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import qao
 import torch
-from qao import QuantEmbedding, QuantLinear, quantize_
+from qao import QuantLinear, quantize_
+from qao.nn import QuantEmbedding
 from test_models import (
     DECODER,
     SCHEME,

@@ -13,7 +13,7 @@ import pytest
 import qao
 import torch
 from experts_support import SCHEMES
-from qao import QuantExperts
+from qao.nn import QuantExperts
 from qao.nn.eligibility import is_fused
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from experts_support import SCHEMES
 from ops_schemes import generator
-from qao import QuantExperts
+from qao.nn import QuantExperts
 from torch import Tensor, nn
 
 E, K, INNER, TOP = 6, 128, 96, 2

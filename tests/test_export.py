@@ -180,10 +180,10 @@ def onnx_block() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 128)).eval(), torch.randn(3, 128)
 
 
-@pytest.mark.parametrize("word", qao.SCHEMES)
+@pytest.mark.parametrize("word", qao.schemes.SCHEMES)
 def test_onnx_says_what_to_export(word: str, onnx_block: tuple[nn.Module, Tensor]) -> None:
     model, x = copy.deepcopy(onnx_block[0]), onnx_block[1]
-    qao.quantize_(model, qao.SCHEMES[word]())
+    qao.quantize_(model, qao.schemes.SCHEMES[word]())
     with pytest.raises(Exception, match=f"qao::{word}_mm: ONNX has no such operator. Call qao.dequantize_"):
         torch.onnx.export(model, (x,), dynamo=True, verbose=False)
     torch.export.export(model, (x,))  # others still know it

@@ -194,7 +194,7 @@ def test_vmap_of_rows(device: str) -> None:
         torch.vmap(torch.ops.qao.add_rms_norm, in_dims=(None, None, 0, None))(x[0], None, up[0], 1e-5)
     ids = torch.tensor([[3, 1], [0, 3]], device=device)
     for scheme in (qao.Int8WeightOnly(), qao.Int4WeightOnly(group_size=32)):
-        layer = qao.QuantEmbedding.from_embedding(nn.Embedding(10, 64), scheme).to(device)
+        layer = qao.nn.QuantEmbedding.from_embedding(nn.Embedding(10, 64), scheme).to(device)
         assert torch.equal(torch.vmap(layer)(ids), layer(ids))
 
 

@@ -281,11 +281,11 @@ def test_a_model_is_quantized_saved_and_loaded(scheme: Fp4WeightOnly, tmp_path: 
 @every_scheme
 def test_embeddings_and_experts_say_that_they_cannot(scheme: Fp4WeightOnly) -> None:
     with pytest.raises(ValueError, match="embeddings are quantized to int4 or int8, but fp4 has fp4 weights"):
-        qao.QuantEmbedding.from_embedding(nn.Embedding(8, 64), scheme)
+        qao.nn.QuantEmbedding.from_embedding(nn.Embedding(8, 64), scheme)
 
 
 def test_the_class_refuses_other_formats() -> None:
     with pytest.raises(ValueError, match='Fp4WeightOnly: format must be "mxfp4" or "nvfp4", not \'fp4\''):
         Fp4WeightOnly("fp4")  # type: ignore[arg-type]
     for scheme in SCHEMES:
-        assert qao.scheme_from_dict(scheme.to_dict()) == scheme
+        assert qao.schemes.scheme_from_dict(scheme.to_dict()) == scheme

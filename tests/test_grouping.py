@@ -13,6 +13,7 @@ import qao
 import torch
 from qao.quantization import auto_group_size as grouping
 from qao.quantization.auto_group_size import Option, choose
+from qao.quantization.report import Report
 from torch import Tensor, nn
 
 HALF = torch.float16
@@ -46,7 +47,7 @@ def sizes(model: nn.Module) -> dict[str, int]:
     return {name: layer.scheme.size for name, layer in model.named_modules() if isinstance(layer, qao.QuantLinear)}
 
 
-def bits(report: qao.Report) -> float:
+def bits(report: Report) -> float:
     return 8 * report.bytes_after / report.parameters_quantized
 
 
@@ -201,7 +202,7 @@ def test_what_has_to_be_chosen_needs_a_model() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_data(kind: type[Any]) -> None:
     scheme = auto(4.5, kind)
-    assert qao.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    assert qao.schemes.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
     assert "budget_bits" not in kind().to_dict()
     assert str(scheme).startswith(f"{kind.word} auto 4.5 bits asymmetric")
 

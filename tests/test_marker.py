@@ -10,7 +10,7 @@ import torch
 from qao.nn import marker
 from torch import Tensor, nn
 
-every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)
+every_scheme = pytest.mark.parametrize("kind", qao.schemes.SCHEMES.values(), ids=lambda kind: kind.word)
 
 
 def make(kind: type[qao.Scheme], dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -35,14 +35,14 @@ def test_a_plain_linear_refuses_it(kind: type[qao.Scheme], strict: bool) -> None
 @every_scheme
 def test_schemes_as_data(kind: type[qao.Scheme]) -> None:
     scheme = kind()
-    assert qao.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    assert qao.schemes.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
 
 
 def test_a_scheme_with_every_field_set() -> None:
     int4 = qao.Int8DynamicActivationInt4Weight(64, True, torch.float16, False, False)
     fp8 = qao.Float8DynamicActivationFloat8Weight("tensor", 0.25, True)
     for scheme in (int4, fp8):
-        assert qao.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+        assert qao.schemes.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_scheme_with_every_field_set() -> None:
 )
 def test_what_is_no_scheme(content: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        qao.scheme_from_dict(content)
+        qao.schemes.scheme_from_dict(content)
 
 
 @every_scheme

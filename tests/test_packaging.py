@@ -7,6 +7,7 @@ isolates builds.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from types import ModuleType
 import pytest
 import qao
 import torch
+from qao import _moved
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(qao.__file__).parent
@@ -166,7 +168,24 @@ def test_another_system_is_refused_by_name(platform: str) -> None:
 
 def test_dir_is_the_public_api() -> None:
     shown = {name for name in dir(qao) if not name.startswith("__")}
-    assert shown == {*qao.__all__, "distributed", "ops"} - {"__version__"}
+    packages = {"diagnostics", "distributed", "nn", "ops", "quantization", "schemes"}
+    assert shown == {*qao.__all__, *packages} and len(qao.__all__) <= 20
+
+
+@pytest.mark.parametrize(("name", "module"), _moved.NAMES.items())
+def test_a_moved_name_warns_and_is_the_new_one(name: str, module: str) -> None:
+    new = getattr(importlib.import_module(module), name)
+    message = f"^qao.{name} is now {module}.{name}; the old name will be removed in qao 0.4$"
+    with pytest.warns(DeprecationWarning, match=message) as caught:
+        assert getattr(qao, name) is new
+    assert [warning.filename for warning in caught] == [__file__]
+    assert name not in dir(qao)
+
+
+def test_imports_of_moved_names_warn_where_they_are() -> None:
+    shown = python(f"\nfrom qao import {', '.join(_moved.NAMES)}").stderr  # the default filter shows it in __main__
+    for name, module in _moved.NAMES.items():
+        assert f"<string>:2: DeprecationWarning: qao.{name} is now {module}.{name};" in shown
 
 
 @pytest.mark.parametrize(
@@ -195,11 +214,14 @@ def test_a_module_that_is_called_names_the_function(name: str) -> None:
 def test_a_type_checker_sees_misspelled_names(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     file = tmp_path / "user.py"
-    file.write_text("import qao\n\nqao.quantize_\nqao.distributed.Colwise\nqao.ops.int4_mm\nqao.quantize_modle\n")
+    moved = [f"{place}.{name}" for name, module in _moved.NAMES.items() for place in ("qao", module)]
+    known = ["qao.quantize_", "qao.distributed.Colwise", "qao.ops.int4_mm", *moved]
+    file.write_text("\n".join(["import qao", *known, "qao.quantize_modle\n"]))
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(file)]
     environment = {**os.environ, "MYPYPATH": str(PACKAGE.parent)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert "user.py:6: error" in result.stdout and "Found 1 error" in result.stdout, result.stdout + result.stderr
+    shown = result.stdout + result.stderr
+    assert f"user.py:{len(known) + 2}: error" in shown and "Found 1 error" in shown, shown
 
 
 def test_the_commit_is_that_of_the_checkout() -> None:

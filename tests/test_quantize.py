@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import qao
 import torch
-from qao import Int4WeightOnly, QuantLinear, Report, quantize_
+from qao import Int4WeightOnly, QuantLinear, quantize_
 from qao.quant_primitives.importance import importance_part, inferred_importance
+from qao.quantization.report import Report
 from torch import Tensor, nn
 
 SCHEME = Int4WeightOnly(group_size=32)

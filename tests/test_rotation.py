@@ -282,7 +282,7 @@ def test_the_option_is_checked(value: Any) -> None:
 
 def test_dicts_are_those_of_before_without_it() -> None:
     assert "rotation" not in INT8().to_dict()
-    assert all(qao.scheme_from_dict(scheme.to_dict()) == scheme for scheme in SCHEMES)
+    assert all(qao.schemes.scheme_from_dict(scheme.to_dict()) == scheme for scheme in SCHEMES)
     assert str(SCHEMES[0]) == "int8_int8, rotation 64"
 
 
@@ -340,7 +340,7 @@ def test_an_embedding_cannot_share_it() -> None:
     report = qao.quantize_(model, INT8(rotation=64), embeddings=True)
     assert all(row.status != "quantized" for row in report.rows)
     with pytest.raises(ValueError, match="its rows are not rows of the embedding"):
-        qao.QuantEmbedding.from_embedding(nn.Embedding(50, 64), INT8(rotation=64))
+        qao.nn.QuantEmbedding.from_embedding(nn.Embedding(50, 64), INT8(rotation=64))
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import qao
 import torch
 from torch import Tensor, nn
 
-SCHEMES = [*(kind() for kind in qao.SCHEMES.values()), qao.Int8DynamicActivationInt4Weight(32, rotation=16)]
+SCHEMES = [*(kind() for kind in qao.schemes.SCHEMES.values()), qao.Int8DynamicActivationInt4Weight(32, rotation=16)]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 INT4, INT8 = qao.Int4WeightOnly(group_size=32), qao.Int8WeightOnly()
 
@@ -121,7 +121,7 @@ def test_shared_weights_stay_shared(how: str, tmp_path: Path) -> None:
         other.load_state_dict(state, assign="assign" in how)
     ids = torch.arange(9)
     assert torch.equal(other(ids), model(ids))
-    assert isinstance(other.embed, qao.QuantEmbedding) and other.head.qweight is other.embed.qweight
+    assert isinstance(other.embed, qao.nn.QuantEmbedding) and other.head.qweight is other.embed.qweight
 
 
 def test_parts_of_a_model() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("safetensors")
-WORDS = list(qao.SCHEMES)
+WORDS = list(qao.schemes.SCHEMES)
 CONTAINERS = [name for name in support.CONTAINERS if support.importable(name)]
 Results = Callable[[str], dict[str, Any]]
 
@@ -61,7 +61,7 @@ def save(container: str, scheme: qao.Scheme, path: Path) -> torch.Tensor:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saved")
     for container in CONTAINERS:
-        for word, kind in qao.SCHEMES.items():
+        for word, kind in qao.schemes.SCHEMES.items():
             save(container, kind(), root / f"{container}-{word}")
     return root
 

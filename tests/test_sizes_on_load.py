@@ -87,7 +87,7 @@ def test_a_tied_embedding_of_another_size(load: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("load", LOADERS)
 def test_experts_of_another_size(load: str, tmp_path: Path) -> None:
     model = saved(tmp_path, INT4, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
-    if not any(isinstance(module, qao.QuantExperts) for module in model.modules()):
+    if not any(isinstance(module, qao.nn.QuantExperts) for module in model.modules()):
         pytest.skip("this version of transformers has no fused experts")
     assert torch.equal(logits(LOADERS[load](tmp_path)), logits(model))
     original = (tmp_path / "config.json").read_text()
@@ -102,7 +102,7 @@ def test_experts_of_another_size(load: str, tmp_path: Path) -> None:
             continue
         with pytest.warns(UserWarning, match=r"experts\.down, .*experts\.up: new random numbers, which stay in float"):
             other = LOADERS[load](tmp_path, ignore_mismatched_sizes=True)
-        assert not any(isinstance(module, qao.QuantExperts) for module in other.modules())
+        assert not any(isinstance(module, qao.nn.QuantExperts) for module in other.modules())
         (tmp_path / "config.json").write_text(original)
 
 

@@ -157,7 +157,7 @@ def test_a_replica_computes_the_same(scheme: qao.Scheme, bias: bool, device: str
 
 
 def test_a_replica_of_an_embedding(device: str) -> None:
-    table = qao.QuantEmbedding.from_embedding(nn.Embedding(50, 64, device=device), qao.Int4WeightOnly(group_size=32))
+    table = qao.nn.QuantEmbedding.from_embedding(nn.Embedding(50, 64, device=device), qao.Int4WeightOnly(group_size=32))
     ids = torch.arange(5, device=device)
     assert torch.equal(replica(table)(ids), table(ids))
 

@@ -22,7 +22,7 @@ pytest.importorskip("accelerate")
 CompressedTensors = pytest.mark.skipif(
     not transformers.utils.is_compressed_tensors_available(), reason="no compressed-tensors"
 )
-WORDS = list(qao.SCHEMES)
+WORDS = list(qao.schemes.SCHEMES)
 # One head is quantized and one is not; mixtures name their layers.
 MODELS = ("all", "blocks", "mixed")
 
@@ -53,7 +53,7 @@ print("RESULT" + json.dumps(results))
 
 
 def scheme_of(word: str) -> qao.Scheme:
-    scheme = qao.SCHEMES[word]()
+    scheme = qao.schemes.SCHEMES[word]()
     return replace(scheme, whole_zeros=True) if isinstance(scheme, qao.schemes.Int4Weight) else scheme
 
 

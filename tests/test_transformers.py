@@ -17,7 +17,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
-every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)
+every_scheme = pytest.mark.parametrize("kind", qao.schemes.SCHEMES.values(), ids=lambda kind: kind.word)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_embeddings_are_tied_again(tmp_path: Path) -> None:
     config.tie_word_embeddings = True
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "f")
     model = load(tmp_path / "f", qao.QaoConfig(qao.Int8WeightOnly(), embeddings=True))
-    assert isinstance(model.get_input_embeddings(), qao.QuantEmbedding)
+    assert isinstance(model.get_input_embeddings(), qao.nn.QuantEmbedding)
     model.save_pretrained(tmp_path / "q")
     for other in (load(tmp_path / "q", dtype="auto"), qao.from_pretrained(tmp_path / "q")):
         assert torch.equal(logits(other), logits(model))

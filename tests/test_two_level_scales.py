@@ -158,7 +158,7 @@ def test_fast_accumulation_is_for_scales_of_rows() -> None:
     with pytest.raises(TypeError, match="fast_accum must be True or False"):
         FP8(-1, True, fast_accum=1)
     scheme = scheme_of(FP8, 64, fast_accum=True)
-    assert qao.scheme_from_dict(scheme.to_dict()) == scheme
+    assert qao.schemes.scheme_from_dict(scheme.to_dict()) == scheme
     assert "fast_accum" not in scheme_of(FP8, 64).to_dict()
 
 

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)
+every_scheme = pytest.mark.parametrize("kind", qao.schemes.SCHEMES.values(), ids=lambda kind: kind.word)
 
 
 def make(kind: type[qao.Scheme], dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -11,23 +11,19 @@ from . import (
     _early,  # noqa: F401  # first: before torch is imported
     _moved,
 )
-from ._version import __version__
+from ._version import __version__ as __version__
 from .calibration import calibrate
 from .checkpoints.save_load import load, save
-from .diagnostics.explain import Explanation, explain
+from .diagnostics.explain import explain
 from .integrations.huggingface.config import QaoConfig
 from .integrations.huggingface.from_pretrained import from_pretrained
 from .integrations.imports import install as _install
-from .nn.embedding import QuantEmbedding
-from .nn.experts import QuantExperts
 from .nn.linear import QuantLinear
 from .nn.update import update_
 from .ops.batch_invariant import batch_invariant
 from .quantization.dequantize import dequantize_
 from .quantization.quantize import quantize_
-from .quantization.report import Report, Row
 from .schemes import (
-    SCHEMES,
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
     Float8WeightOnly,
@@ -36,14 +32,10 @@ from .schemes import (
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
-    PackedWeight,
     Scheme,
-    scheme_from_dict,
 )
 
 __all__ = [
-    "SCHEMES",
-    "Explanation",
     "Float8DynamicActivationFloat8Weight",
     "Float8DynamicActivationInt4Weight",
     "Float8WeightOnly",
@@ -52,15 +44,9 @@ __all__ = [
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",
     "Int8WeightOnly",
-    "PackedWeight",
     "QaoConfig",
-    "QuantEmbedding",
-    "QuantExperts",
     "QuantLinear",
-    "Report",
-    "Row",
     "Scheme",
-    "__version__",
     "batch_invariant",
     "calibrate",
     "dequantize_",
@@ -69,42 +55,60 @@ __all__ = [
     "load",
     "quantize_",
     "save",
-    "scheme_from_dict",
     "update_",
 ]
+
+# The documented packages.
+_PACKAGES = ("diagnostics", "distributed", "nn", "ops", "quantization", "schemes")
 
 _install()
 _moved.install()
 
 
 if TYPE_CHECKING:
+    from . import diagnostics as diagnostics
     from . import distributed as distributed
+    from . import nn as nn
     from . import ops as ops
+    from . import quantization as quantization
+    from . import schemes as schemes
+
+    # deprecated: _moved.NAMES
+    from .diagnostics import Explanation as Explanation
+    from .nn import QuantEmbedding as QuantEmbedding
+    from .nn import QuantExperts as QuantExperts
+    from .quantization.report import Report as Report
+    from .quantization.report import Row as Row
+    from .schemes import SCHEMES as SCHEMES
+    from .schemes import PackedWeight as PackedWeight
+    from .schemes import scheme_from_dict as scheme_from_dict
 
     __commit__: str | None
 else:
     # A type checker that saw this function would accept every misspelled attribute.
     def __getattr__(name: str) -> Any:
-        """Import ``qao.distributed`` on first use: it imports torch.distributed.tensor, which takes a second."""
+        """``qao.distributed``, which takes a second to import, and deprecated names."""
         import importlib
 
         if name == "distributed":
             return importlib.import_module("qao.distributed")
         if name == "__commit__":
             return importlib.import_module("qao._version").commit()
+        if name in _moved.NAMES:
+            return _moved.get(name)
         raise AttributeError(_unknown(name))
 
 
 def __dir__() -> list[str]:
-    """The public names and the documented submodules."""
-    return sorted({*__all__, "distributed", "ops", *(name for name in globals() if name.startswith("__"))})
+    """The public names and the documented packages."""
+    return sorted({*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))})
 
 
 def _unknown(name: str) -> str:
     """The message for an unknown name, with the public name that was probably meant."""
     import difflib
 
-    public = [*__all__, "distributed", "ops"]
+    public = [*__all__, *_PACKAGES]
     by_letters = {word.lower().replace("_", ""): word for word in public}
     known = _OF_OTHERS.get(name) or by_letters.get(name.lower().replace("_", ""))
     near = [known] if known else difflib.get_close_matches(name, public, n=1, cutoff=0.75)

@@ -1,4 +1,4 @@
-"""Aliases for old module names, which pickles of whole models contain.
+"""Aliases for old module names, which pickles of whole models contain, and for names that ``qao`` itself exported.
 
 Each warns with DeprecationWarning and will be removed in qao 0.4.
 """
@@ -36,6 +36,17 @@ _PACKAGES = {
         "scheme": "base",
     },
 }
+# Names that ``qao`` itself exported, and the modules that export them now.
+NAMES = {
+    "Explanation": "qao.diagnostics",
+    "PackedWeight": "qao.schemes",
+    "QuantEmbedding": "qao.nn",
+    "QuantExperts": "qao.nn",
+    "Report": "qao.quantization.report",
+    "Row": "qao.quantization.report",
+    "SCHEMES": "qao.schemes",
+    "scheme_from_dict": "qao.schemes",
+}
 _MOVED = {f"qao.{old}": f"qao.{package}.{new}" for package, of in _PACKAGES.items() for old, new in of.items()}
 
 
@@ -57,8 +68,19 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         new = _MOVED[module.__name__]
-        message = f"{module.__name__} is now {new}; the old name will be removed in qao 0.4"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        warn(module.__name__, new, stacklevel=3)
+
+
+def warn(old: str, new: str, stacklevel: int) -> None:
+    """``stacklevel``: as for ``warnings.warn``; 2 is the caller of this function."""
+    message = f"{old} is now {new}; the old name will be removed in qao 0.4"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
+
+
+def get(name: str) -> Any:
+    """The value of one of NAMES; called by ``qao.__getattr__``."""
+    warn(f"qao.{name}", f"{NAMES[name]}.{name}", stacklevel=4)
+    return getattr(importlib.import_module(NAMES[name]), name)
 
 
 def install() -> None:

@@ -231,7 +231,7 @@ class Scheme(ABC):
         return given if given in self.scale_dtypes else torch.float32
 
     def to_dict(self) -> dict[str, Any]:
-        """The scheme as JSON types; ``qao.scheme_from_dict`` is the inverse."""
+        """The scheme as JSON types; ``qao.schemes.scheme_from_dict`` is the inverse."""
         return {"scheme": self.word, **{f.name: _plain_value(getattr(self, f.name)) for f in fields(self)}}  # type: ignore[arg-type]
 
     def __str__(self) -> str:
