@@ -482,7 +482,7 @@ def tp_plan_with_a_style_that_is_none_of_ours(folder: Path) -> None:
     model = Qwen2ForCausalLM.from_pretrained(path, distributed_config=config, quantization_config=quantization)
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
     whole, ids = causal_lm(False), torch.arange(9)[None]
-    qao.quantize_(whole, SCHEMES["int8"], filter=lambda name, module: "up_proj" not in name and "gate" not in name)
+    qao.quantize_(whole, SCHEMES["int8"], filter_fn=lambda module, fqn: "up_proj" not in fqn and "gate" not in fqn)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
 

@@ -15,6 +15,7 @@ import pytest
 import qao
 import torch
 from qao import Int4WeightOnly, QuantLinear, quantize_
+from qao.diagnostics.sensitivity import by_layer
 from torch import Tensor, nn
 
 SCHEME = Int4WeightOnly(group_size=32)
@@ -65,7 +66,11 @@ FILTERS: dict[str, Any] = {
 @pytest.mark.parametrize("function", FILTERS.values(), ids=FILTERS)
 def test_filters_and_schemes_in_either_order(function: Any) -> None:
     filtered, chosen = model_with_head(), model_with_head()
-    quantize_(filtered, SCHEME, filter=function)
+    with pytest.warns(
+        DeprecationWarning, match=r"^qao.quantize_\(filter=...\) is now filter_fn\(module, fqn\);"
+    ) as caught:
+        quantize_(filtered, SCHEME, filter=function)
+    assert [warning.filename for warning in caught] == [__file__]
     assert quantized(filtered) == ["up", "down"]
 
     @functools.wraps(function)  # takes its signature
@@ -89,10 +94,48 @@ def test_filters_and_schemes_in_either_order(function: Any) -> None:
 )
 def test_an_unclear_order_is_refused(function: Any, message: str) -> None:
     model = model_with_head()
-    with pytest.raises(TypeError, match=f"quantize_: filter.*{message}"):
+    with pytest.raises(TypeError, match=f"quantize_: filter.*{message}"), pytest.warns(DeprecationWarning):
         quantize_(model, SCHEME, filter=function)
     with pytest.raises(TypeError, match=f"quantize_: scheme.*{message}"):
         quantize_(model, function)
+    assert not quantized(model)
+
+
+NAME_FIRST = {"_, module", "callable object"}
+
+
+@pytest.mark.parametrize("function", [f for key, f in FILTERS.items() if key not in NAME_FIRST | {"name, module"}])
+def test_filter_fn_takes_module_and_fqn(function: Any) -> None:
+    model = model_with_head()
+    quantize_(model, SCHEME, filter_fn=function)
+    assert quantized(model) == ["up", "down"]
+
+
+def test_filter_fn_of_unclear_order_is_called_as_in_torchao() -> None:
+    calls: list[Any] = []
+    quantize_(model := model_with_head(), SCHEME, filter_fn=lambda *both: calls.append(both) or both[1] != "head")
+    assert quantized(model) == ["up", "down"]
+    assert all(isinstance(a, nn.Linear) and b in model for a, b in calls) and len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"filter_fn": FILTERS["name, module"]}, r"filter_fn\(module, fqn\), but takes \(name, module\): swap them"),
+        ({"filter_fn": FILTERS["callable object"]}, r"but takes \(layer_name: 'str', layer: 'Any', extra: 'int' = 0\)"),
+        ({"filter_fn": lambda module: True}, r"is called with a name and a module, but takes \(module\)"),
+        ({"filter_fn": "head"}, r"must be a function of \(module, fqn\), not 'head'"),
+        ({"filter_fn": FILTERS["m, n"], "filter": FILTERS["m, n"]}, "filter is the old name of filter_fn"),
+    ],
+)
+def test_a_filter_fn_that_makes_no_sense(arguments: dict[str, Any], message: str) -> None:
+    model = model_with_head()
+    with pytest.raises(TypeError, match=f"quantize_: .*{message}"):
+        quantize_(model, SCHEME, **arguments)
+    with pytest.raises(TypeError, match=f"calibrate: .*{message}"):
+        qao.calibrate(model, [torch.ones(2, 64)], SCHEME, **arguments)
+    with pytest.raises(TypeError, match=f"by_layer: .*{message}"):
+        by_layer(model, [1, 2, 3], SCHEME, **arguments)
     assert not quantized(model)
 
 
@@ -100,9 +143,9 @@ def test_nothing_quantized_is_a_warning_that_says_why() -> None:
     model = model_with_head()
     model["up"].register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match=r"no layer was quantized.\n  2 of 3: by the filter\n  1 of 3: no scheme"):
-        quantize_(model, {"up": None, "re:.*": SCHEME}, filter=lambda name, module: False)
+        quantize_(model, {"up": None, "re:.*": SCHEME}, filter_fn=lambda module, fqn: False)
     with pytest.warns(UserWarning, match=r"no layer was quantized.\n  2 of 3: by the filter\n  1 of 3: it has forward"):
-        quantize_(model, SCHEME, filter=lambda name, module: name == "up")
+        quantize_(model, SCHEME, filter_fn=lambda module, fqn: fqn == "up")
     with pytest.warns(UserWarning, match="no layer was quantized. The model has no linear layers"):
         quantize_(nn.Sequential(nn.ReLU()), SCHEME)
 

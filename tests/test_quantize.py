@@ -104,7 +104,7 @@ def test_another_scheme_for_a_quantized_model_is_never_silent(recwarn: pytest.Wa
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.blocks.state_dict().items())
     recwarn.clear()
     quantize_(model, {"blocks": SCHEME, "head": qao.Int8WeightOnly()})
-    quantize_(model, {"blocks": qao.Int8WeightOnly(), "head": None}, filter=lambda name, module: name == "head")
+    quantize_(model, {"blocks": qao.Int8WeightOnly(), "head": None}, filter_fn=lambda module, fqn: fqn == "head")
     assert not [one for one in recwarn if "keep their scheme" in str(one.message)]
 
 
@@ -203,7 +203,7 @@ def test_schemes_by_module(scheme: Any, expected: dict[str, str]) -> None:
 
 def test_filter() -> None:
     model = Model()
-    report = quantize_(model, SCHEME, filter=lambda name, module: name != "head" and isinstance(module, nn.Linear))
+    report = quantize_(model, SCHEME, filter_fn=lambda module, fqn: fqn != "head" and isinstance(module, nn.Linear))
     assert "head" not in quantized(model) and len(quantized(model)) == 4
     assert [(row.status, row.note) for row in report.rows if row.name == "head"] == [("excluded", "by the filter")]
 

@@ -163,7 +163,7 @@ def test_a_saved_mixture(family: str, tmp_path: Path, without_processes: None, l
     for name, parameter in ours.named_parameters():
         if name.endswith("_bias"):
             torch.nn.init.normal_(parameter)
-    qao.quantize_(ours, qao.Int4WeightOnly(32), filter=lambda name, module: name != "lm_head")
+    qao.quantize_(ours, qao.Int4WeightOnly(32), filter_fn=lambda module, fqn: fqn != "lm_head")
     ours.save_pretrained(tmp_path)
     theirs, found = load(tmp_path)
     assert found == "qao"

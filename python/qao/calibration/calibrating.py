@@ -15,6 +15,7 @@ from ..nn.linear import linear_weight, pack
 from ..nn.packed_module import Sharded
 from ..ops import modes
 from ..quantization import auto_group_size, fused_experts, quantize, targets
+from ..quantization.callbacks import layer_filter
 from ..quantization.module_swap import put_module
 from ..quantization.report import Report
 from ..schemes import PackedWeight, Scheme
@@ -38,10 +39,11 @@ def calibrate(
     method: str = "gptq",
     damping: float = 0.01,
     rounds: int = 0,
-    filter: Callable[..., bool] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     embeddings: bool = False,
     progress: bool = True,
     strict: bool = False,
+    filter: Callable[..., bool] | None = None,
 ) -> Report:
     """Quantizes the linear layers of ``model`` in place, calibrated on ``data``.
 
@@ -64,7 +66,7 @@ def calibrate(
         damping: of GPTQ, as a fraction of the mean diagonal of H: use more with little data.
         rounds: number of refinements of int4 and int8 codes and scales after GPTQ; each takes as long as GPTQ. They
             reduce the layers' errors but not the loss of the measured model: docs/calibrate.md.
-        filter, embeddings, progress, strict: as in ``quantize_``.
+        filter_fn, embeddings, progress, strict, filter: as in ``quantize_``.
 
     Returns:
         The Report of ``quantize_``, with ``output_error`` in its rows: the relative error of the layer's outputs.
@@ -86,8 +88,9 @@ def calibrate(
     _check_data(model)
     if any(isinstance(module, Sharded) for module in model.modules()):
         raise ValueError("calibrate: the model is sharded, and calibration needs whole weights. Shard it afterwards.")
+    filter_fn = layer_filter(filter_fn, filter, "calibrate")
     calls = samples_of(data, model)
-    planned = quantize.plan(model, scheme, filter, embeddings, None, strict)
+    planned = quantize.plan(model, scheme, filter_fn, embeddings, None, strict)
     _check_schemes(planned.pending)
     units = quantize.units_of(planned.pending)
     experts = [layer for unit in planned.experts for layer in unit]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..nn.linear import QuantLinear, linear_weight, pack_weight
 from ..ops import modes
 from ..quantization import auto_group_size, quantize
+from ..quantization.callbacks import layer_filter
 from ..quantization.module_swap import put_module
 from ..quantization.targets import Layer
 from ..schemes import Scheme
@@ -61,15 +62,16 @@ def by_layer(
     scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
     *,
     window: int = 512,
-    filter: Callable[..., bool] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool = True,
+    filter: Callable[..., bool] | None = None,
 ) -> list[LayerCost]:
     """Quantize one layer at a time and measure the effect on a text. The model is restored at the end.
 
     Args:
         model: a causal language model as ``perplexity.perplexity`` takes it; layers to quantize are in float.
         tokens, window: as for ``perplexity.perplexity``. The model runs once per layer and window.
-        scheme, filter, progress: as for ``quantize_``. Memory holds all layers both in float and quantized.
+        scheme, filter_fn, progress, filter: as for ``quantize_``. Memory holds all layers both in float and quantized.
 
     Returns:
         A LayerCost for each weight that ``quantize_`` would quantize, in the model's order.
@@ -80,8 +82,9 @@ def by_layer(
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
+    filter_fn = layer_filter(filter_fn, filter, "diagnostics.sensitivity.by_layer")
     pieces = windows(model, tokens, window)
-    planned = quantize.plan(model, scheme, filter, False, None, False)
+    planned = quantize.plan(model, scheme, filter_fn, False, None, False)
     units = quantize.units_of(planned.pending)
     if not units:
         raise ValueError("by_layer: the scheme quantizes no layer of this model")

@@ -29,11 +29,11 @@ from .targets import COMPILED, Layer, byte_count, is_compiled, packed_bytes
 def find(
     model: nn.Module,
     select: Selection,
-    keep: Callable[[str, nn.Module], bool] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> list[list[Layer]]:
     """The two projections of each layer's experts, with the decision for them."""
     return [
-        _decided(name, module, model, select, keep)
+        _decided(name, module, model, select, filter_fn)
         for name, module in model.named_modules()
         if is_fused(module) or isinstance(module, QuantExperts)
     ]
@@ -44,7 +44,7 @@ def _decided(
     module: Any,
     model: nn.Module,
     select: Selection,
-    keep: Callable[[str, nn.Module], bool] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> list[Layer]:
     places = places_of(model, module)
     if isinstance(module, QuantExperts):
@@ -62,7 +62,7 @@ def _decided(
     for layer in layers:
         if scheme is None:
             layer.leave("excluded", "no scheme for it")
-        elif keep is not None and not keep(name, module):
+        elif filter_fn is not None and not filter_fn(module, name):
             layer.leave("excluded", "by the filter")
         elif unsupported is not None:
             layer.leave("untouched", unsupported.reason)

@@ -20,7 +20,7 @@ from ..quant_primitives.importance import importance_part, importance_sources, i
 from ..quant_primitives.integer import check_finite
 from ..schemes import Int4Weight, PackedWeight, Scheme
 from . import auto_group_size, fused_experts, listeners, targets
-from .callbacks import by_name_and_module
+from .callbacks import layer_filter
 from .module_swap import put_module
 from .report import Report, Row
 from .rules import Selection, alike, selector
@@ -31,11 +31,12 @@ def quantize_(
     model: nn.Module,
     scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
     *,
-    filter: Callable[..., bool] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     embeddings: bool = False,
     device: torch.device | str | None = None,
     progress: bool = True,
     strict: bool = False,
+    filter: Callable[..., bool] | None = None,
 ) -> Report:
     """Replaces the linear layers of ``model`` by QuantLinear, and fused experts by QuantExperts, in place.
 
@@ -58,7 +59,8 @@ def quantize_(
             a layer with one output needs a key that matches no other linear layers). Functions take the name and the
             module of a layer (of fused experts: the experts module), in the order given by their parameter names
             (``name`` or ``fqn``, ``module`` or ``m``, ...) or annotations.
-        filter: function of name and module as above; layers with a false result are excluded.
+        filter_fn: function of a layer's module and its fully qualified name, in this order as in torchao; layers with
+            a false result are excluded.
         embeddings: also quantize embeddings that share the weight of a linear layer with int4 or int8 weights (the tied
             head of many language models), as QuantEmbedding with one weight for both. False leaves such linear layers
             in float. Other embeddings always stay in float.
@@ -66,6 +68,7 @@ def quantize_(
             host memory and a GPU that holds the result but not the float weights. None: each layer on its device.
         progress: show a progress bar after two seconds.
         strict: raise instead of warning if a requested layer cannot be quantized.
+        filter: deprecated alias of ``filter_fn``, for functions of (name, module) or (module, name) as above.
 
     Returns:
         A Report with a row for every linear layer, every embedding that is quantized or affected by ``embeddings``, and
@@ -73,14 +76,15 @@ def quantize_(
 
     Raises:
         TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; ``scheme`` has another type;
-            or the argument order of a function, (name, module) or (module, name), is unclear.
+            ``filter_fn`` takes (name, module); or the argument order of a function as scheme is unclear.
         ValueError: a key of the dict matches no module; no layer is left to quantize, and layers are already quantized
             with another scheme; a weight holds NaN, Inf or values beyond the range of its scales; a weight on meta
             would go to a device, or the reverse; a bit budget is too small, or its layers are on meta; or ``strict``
             is set and a requested layer cannot be quantized.
         RuntimeError, AssertionError: ``device`` does not exist.
     """
-    planned = plan(model, scheme, filter, embeddings, device, strict)
+    filter_fn = layer_filter(filter_fn, filter, "quantize_")
+    planned = plan(model, scheme, filter_fn, embeddings, device, strict)
     importance = importance_of(planned.layers)
     if any(auto_group_size.is_auto(layer.scheme) for layer in planned.pending):
         units = units_of(planned.pending)
@@ -122,7 +126,7 @@ class Plan:
 def plan(
     model: nn.Module,
     scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
-    filter: Callable[..., bool] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
     embeddings: bool,
     device: torch.device | str | None,
     strict: bool,
@@ -134,19 +138,18 @@ def plan(
             "`model = qao.QuantLinear.from_linear(model, scheme)`."
         )
     select = selector(model, scheme)
-    keep = None if filter is None else by_name_and_module(filter, "quantize_: filter")
     layers = targets.find_layers(model)
     for layer in layers:
-        targets.decide(layer, select, keep)
+        targets.decide(layer, select, filter_fn)
     readers = targets.find_embeddings(model)
     targets.resolve_tied_weights(model, layers, readers, embeddings)
     # A function handles only linear layers, so it is not called for other weights.
     asked = select if isinstance(scheme, Mapping) else None
-    experts = fused_experts.find(model, select, keep)
+    experts = fused_experts.find(model, select, filter_fn)
     own = [layer for unit in experts for layer in unit]
     untouched = list(targets.find_untouched(model, [*layers, *own], asked))
 
-    again = _asked_again(model, [*layers, *own], select, keep)
+    again = _asked_again(model, [*layers, *own], select, filter_fn)
     parameters = targets.count_parameters(model)
     pending = [layer for layer in (*layers, *readers) if layer.scheme is not None]
     layers += own
@@ -205,7 +208,7 @@ def _asked_again(
     model: nn.Module,
     layers: list[targets.Layer],
     select: Selection,
-    keep: Callable[[str, nn.Module], bool] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> list[Row]:
     """Rows of already quantized layers for which ``select`` has a scheme of another kind; adds a note to them."""
     found = []
@@ -218,7 +221,7 @@ def _asked_again(
         scheme = select(name, owner)
         if scheme is None or alike(module.scheme, scheme.fitted(module._sizes[1])):
             continue
-        if keep is None or keep(name, owner):
+        if filter_fn is None or filter_fn(owner, name):
             row.note = f"requested as {scheme}, but already quantized"
             found.append(row)
     return found

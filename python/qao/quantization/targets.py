@@ -93,7 +93,7 @@ def _find(model: nn.Module, kind: Literal["linear", "embedding"], belongs: Calla
 def decide(
     layer: Layer,
     select: Selection,
-    filter: Callable[[str, nn.Module], bool] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> None:
     """Decides on a layer from the layer itself and its parents."""
     module, row = layer.module, layer.row
@@ -109,7 +109,7 @@ def decide(
         layer.elements, layer.x_dtype = weight.numel(), weight.dtype
     if scheme is None:
         layer.leave("excluded", "no scheme for it")
-    elif filter is not None and not filter(row.name, module):
+    elif filter_fn is not None and not filter_fn(module, row.name):
         layer.leave("excluded", "by the filter")
     elif row.name in select.excluded:
         layer.leave("excluded", select.excluded[row.name])

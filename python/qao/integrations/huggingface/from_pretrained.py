@@ -407,12 +407,12 @@ def _without_files(options: dict[str, Any], device_map: Any, local: Path) -> dic
 def _quantize_rest(model: Any, quantization: QaoConfig) -> None:
     """Quantize the layers that were loaded in float."""
     from ...quantization.quantize import quantize_
-    from .loading import _filter
+    from .loading import _filter_fn
 
     assert quantization.scheme is not None
-    keep = _filter(model, quantization.modules_to_not_convert)
+    keep = _filter_fn(model, quantization.modules_to_not_convert)
     more: Any = {"embeddings": True} if quantization.embeddings else {}
-    quantize_(model, quantization.scheme, filter=keep, progress=False, **more)
+    quantize_(model, quantization.scheme, filter_fn=keep, progress=False, **more)
 
 
 def _read_generation(model: Any, directory: Path, options: dict[str, Any], code: dict[str, Any]) -> None:

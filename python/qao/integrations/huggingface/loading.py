@@ -212,7 +212,7 @@ class Loader:
         """Select weights to quantize on arrival: those of a single linear layer. The rest follows at the end."""
         assert self.config.scheme is not None
         select = selector(model, self.config.scheme)
-        keep = _filter(model, self.config.modules_to_not_convert)
+        keep = _filter_fn(model, self.config.modules_to_not_convert)
         self._late = (nn.Linear, nn.Embedding) if self.config.embeddings else ()
         users: dict[int, int] = {}
         for module in model.modules():
@@ -322,15 +322,15 @@ class Loader:
     def _quantize_the_rest(self, model: nn.Module) -> None:
         assert self.config.scheme is not None
         embeddings: Any = {"embeddings": True} if self.config.embeddings else {}
-        keep = _filter(model, self.config.modules_to_not_convert)
+        keep = _filter_fn(model, self.config.modules_to_not_convert)
         fresh = _made_anew(model, {*self.absent, *self.pending})
 
-        def chosen(name: str, module: nn.Module) -> bool:
-            return name not in fresh and (keep is None or keep(name, module))
+        def chosen(module: nn.Module, fqn: str) -> bool:
+            return fqn not in fresh and (keep is None or keep(module, fqn))
 
-        report = quantize_(model, self.config.scheme, filter=chosen, progress=False, **embeddings)
+        report = quantize_(model, self.config.scheme, filter_fn=chosen, progress=False, **embeddings)
         asked = {row.name if row.name in fresh else row.name.rpartition(".")[0] for row in report.rows if _left(row)}
-        names = ", ".join(sorted(name for name in asked & fresh if keep is None or keep(name, model)))
+        names = ", ".join(sorted(name for name in asked & fresh if keep is None or keep(model, name)))
         if names:
             warnings.warn(
                 f"QaoConfig: the checkpoint does not hold {names}: new random numbers, which stay in float and can be "
@@ -464,15 +464,15 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
     return lambda name: rename_source_key(f"{name}.weight", renamings, [])[0].removesuffix(".weight")
 
 
-def _filter(model: nn.Module, names: list[str]) -> Callable[[str, nn.Module], bool] | None:
-    """A ``quantize_`` filter that excludes these modules; None if the list is empty."""
+def _filter_fn(model: nn.Module, names: list[str]) -> Callable[[nn.Module, str], bool] | None:
+    """A ``filter_fn`` of ``quantize_`` that excludes these modules; None if the list is empty."""
     if not names:
         return None
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for key in names:
         if not any(_matches(key, name) for name in modules):
             raise ValueError(f"QaoConfig: no module of the model matches {key!r} of modules_to_not_convert")
-    return lambda name, module: not any(_matches(key, name) for key in names)
+    return lambda module, fqn: not any(_matches(key, fqn) for key in names)
 
 
 def _matches(key: str, name: str) -> bool:
