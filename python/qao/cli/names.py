@@ -60,7 +60,9 @@ class Names:
         self.left_over: list[str] = []
         keys = sorted(stored, key=_natural_key())
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        rename, self.in_file, converters = _renaming(model, shapes)
+        self._known: dict[str, Any] = dict(shapes)
+        rename, self.in_file, converters = _renaming(model, self._known)
+        self._rename = rename
         by_target: dict[str, Group] = {}
         for key in keys:
             target, pattern = rename(key)
@@ -83,11 +85,18 @@ class Names:
             self.groups.update(dict.fromkeys(group.convert(empty), group))
 
     def file_prefix(self, module: str) -> str:
-        """The prefix of ".weight" in the file, also if the weight belongs to another module or several tensors."""
+        """The prefix of a quantized layer's tensors in the file.
+
+        It is that of ".weight", also if the weight belongs to another module or several tensors. If transformers
+        renames only the float weight (DeepSeek V4's head), it is the module's name.
+        """
         group = self.groups.get(f"{module}.weight")
+        prefix = self.in_file(f"{module}.weight").removesuffix(".weight")
         if group is not None and group.converter is None and group.sources[0].endswith(".weight"):
-            return group.sources[0].removesuffix(".weight")
-        return self.in_file(f"{module}.weight").removesuffix(".weight")
+            prefix = group.sources[0].removesuffix(".weight")
+        packed = f"{module}.qweight"
+        self._known[packed] = ()
+        return prefix if self._rename(f"{prefix}.qweight")[0] == packed else module
 
 
 def float_tensor(source: Checkpoint, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,14 +50,16 @@ def _gather(state: dict[str, Any]) -> None:
             state[name] = known[key]
 
 
-def _keep_apart(model: nn.Module, names: Iterable[str]) -> None:
-    """Remove conversions by which transformers 5 would join tensors of quantized layers on saving.
+def _keep_apart(model: nn.Module, names: Collection[str]) -> None:
+    """Remove conversions after which transformers 5 would not find the tensors of quantized layers again.
 
-    It joins the float weights of q, k and v in this way (Molmo2) and reads either form.
+    On saving, it joins the float weights of q, k and v (Molmo2), and reads either form. It also renames tensors by
+    patterns, some of which match only names of float weights in one direction (Inkling 2): then all tensors keep the
+    names that the model has, which it reads too.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange, WeightConverter
+        from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, apply_renamings
     except ImportError:  # version 4, which converts nothing
         return
     conversions = getattr(model, "_weight_conversions", None)
@@ -65,15 +67,25 @@ def _keep_apart(model: nn.Module, names: Iterable[str]) -> None:
         every = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [one for one in every if not isinstance(one, PrefixChange)]
     layers = {name for name, module in model.named_modules() if isinstance(module, PackedModule)}
-    names = [name for name in names if name.rpartition(".")[0] in layers]
+    packed = [name for name in names if name.rpartition(".")[0] in layers]
 
     def joins(conversion: Any) -> bool:
         if not isinstance(conversion, WeightConverter):
             return False
         back = conversion.reverse_transform()
-        return any(back.rename_source_key(name)[1] is not None for name in names)
+        return any(back.rename_source_key(name)[1] is not None for name in packed)
 
     left = [one for one in conversions if not joins(one)]
+    saving = [one.reverse_transform() for one in reversed(left) if isinstance(one, WeightRenaming)]
+    loading = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+
+    def returns(name: str) -> bool:
+        stored: str = apply_renamings(name, saving)
+        found: str = apply_renamings(stored, loading)
+        return name == (stored if stored in names and found not in names else found)  # as transformers decides
+
+    if not all(map(returns, packed)):
+        left = []
     if len(left) < len(conversions):
         model._weight_conversions = left  # type: ignore[assignment]
 

@@ -300,6 +300,8 @@ def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
     quantizer = quantizer or QaoQuantizer(config, pre_quantized=True)
     if mark(model, config, quantizer, transformers.PreTrainedModel):
         model.config.quantization_config = config
+        for one in _configs(model):  # from_pretrained sets it too. Mamba layers and flash attention read it.
+            one._is_quantized = True
 
 
 def forget_config(model: Any) -> None:
@@ -307,3 +309,9 @@ def forget_config(model: Any) -> None:
     model.__dict__.pop("quantization_method", None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    for one in _configs(model):
+        vars(one).pop("_is_quantized", None)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    return [module.config for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
