@@ -19,10 +19,14 @@ from qao.nn import marker
 from qao.schemes import Scheme
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    KimiK3MergedQKVGateLinear,
+    MinimaxM3QKVParallelLinearWithIndexer,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm_support import _MAKE, Loaded, engine
+from vllm_support import _MAKE, Loaded, engine, shard
 
 
 def load(kind: str, content: dict[str, Any], states: list[dict[str, Tensor]], rank: int = 0, size: int = 1) -> Loaded:
@@ -137,6 +141,31 @@ def test_a_weight_of_another_size(kind: str, size: int) -> None:
         pytest.raises(ValueError, match=f"weight is .{found.out_features}, .* but the checkpoint holds"),
     ):
         load(kind, content, states, 0, size)
+
+
+def test_more_ranks_than_heads_of_k_and_v() -> None:
+    content, states, _ = checkpoint("qkv", qao.Int8WeightOnly())
+    with engine(DTYPE):
+        for rank in range(8):
+            load("qkv", content, states, rank, 8)
+
+
+def test_matrices_that_every_rank_holds() -> None:
+    """Subclasses of vLLM's merged layers give some matrices to every rank, or name more matrices than q, k and v."""
+    scheme = qao.Int8WeightOnly()
+    config = get_quantization_config("qao").from_config(qao.QaoConfig(layers={"fused": scheme}).to_dict())
+    with engine(DTYPE), shard(1, 2):
+        options: dict[str, Any] = {"quant_config": config, "prefix": "fused", "bias": False}
+        merged = KimiK3MergedQKVGateLinear(K, 32, 48, 16, 4, 16, **options)
+        indexed = MinimaxM3QKVParallelLinearWithIndexer(K, 16, 4, 2, 2, 32, **options)
+        sizes = {"q": 64, "k": 32, "v": 32, "index_q": 64, "index_k": 32}
+        for layer, rows in ((merged, {0: 32, 1: 64, 2: 64}), (indexed, sizes)):
+            target = layer.pip_install_qao
+            for part, n in rows.items():
+                target.weight_loader(target, marker.encode(marker.Marker(scheme.to_dict(), n, K, DTYPE)), part)
+                other = marker.encode(marker.Marker(scheme.to_dict(), n + 4, K, DTYPE))
+                with pytest.raises(ValueError, match=f"fused: the model's weight is .*{n}.* holds a weight .{n + 4},"):
+                    target.weight_loader(target, other, part)
 
 
 def test_a_matrix_that_does_not_come() -> None:

@@ -7,7 +7,8 @@ are [tiles of 16 rows, tiles of 64 columns, bytes], so they are sliced between t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -24,8 +25,13 @@ from .config import Served
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
 
 
-def check_marker(loaded: Tensor, scheme: Scheme, n: int, k: int, name: str) -> marker.Marker:
-    """The marker of a weight in a checkpoint, which must agree with the config and with the model's weight [n, k]."""
+def check_marker(loaded: Tensor, scheme: Scheme, rows: Collection[int], k: int, name: str) -> marker.Marker:
+    """The marker of a weight in a checkpoint, which must agree with the config and with the model's weight.
+
+    Args:
+        rows: numbers of rows that the model's weight may have.
+        k: its number of columns.
+    """
     found = marker.decode(loaded, f"{name}.{marker.MARKER}")
     said, wanted = ({**one, "scale_dtype": None} for one in (found.scheme, scheme.to_dict()))
     for one in (said, wanted):  # the static scale differs between layers
@@ -35,7 +41,8 @@ def check_marker(loaded: Tensor, scheme: Scheme, n: int, k: int, name: str) -> m
         raise ValueError(
             f"qao: {name}: the config says {scheme}, but the checkpoint holds {found.scheme}. Save the model again."
         )
-    if (found.out_features, found.in_features) != (n, k):
+    if found.out_features not in rows or found.in_features != k:
+        n = " or ".join(map(str, sorted(rows)))
         raise ValueError(
             f"qao: {name}: the model's weight is [{n}, {k}], but the checkpoint holds a weight "
             f"[{found.out_features}, {found.in_features}]. Use the checkpoint of this model."
@@ -43,15 +50,27 @@ def check_marker(loaded: Tensor, scheme: Scheme, n: int, k: int, name: str) -> m
     return found
 
 
-def _rows_of_matrices(layer: Any, parts: list[int], output_size: int) -> list[int]:
-    """Rows of each joined matrix in the checkpoint; ``parts`` are those of this rank, ``output_size`` is of all ranks.
+_NAMES = ("q", "k", "v", "index_q", "index_k")  # of joined matrices, in their order; other layers number them
+
+
+def _rows_of_matrices(layer: Any, parts: list[int], output_size: int) -> list[set[int]]:
+    """Rows that each joined matrix may have in the checkpoint.
 
     Engines pad heads, and give every rank a whole head of k and v if there are more ranks than heads.
+
+    Args:
+        parts: rows of each matrix on this rank.
+        output_size: rows of all matrices on all ranks.
     """
     if hasattr(layer, "org_vocab_size"):
-        return [layer.org_vocab_size]
+        return [{layer.org_vocab_size}]
     ranks, replicas = output_size // sum(parts), getattr(layer, "num_kv_head_replicas", 1)
-    return [part * ranks // (replicas if i > 0 else 1) for i, part in enumerate(parts)]
+    rows = [{part * ranks // (replicas if i > 0 else 1)} for i, part in enumerate(parts)]
+    if len(parts) == 1 or type(layer).__name__ in ("QKVParallelLinear", "MergedColumnParallelLinear"):
+        return rows
+    return [
+        one | {part} for one, part in zip(rows, parts, strict=True)
+    ]  # subclasses may give every rank a whole matrix
 
 
 class ServedLinear:
@@ -150,8 +169,8 @@ class ServedLinear:
         """Compare the marker of a layer in the checkpoint with the config."""
         if not torch.equal(loaded.cpu(), marker.tripwire()):
             matrices = range(len(self.parts)) if part is None else part if isinstance(part, tuple) else (part,)
-            n = sum(self.rows["qkv".index(one) if isinstance(one, str) else one] for one in matrices)
-            check_marker(loaded, self.scheme, n, self.full_k, self.name)
+            each = (self.rows[_NAMES.index(one) if isinstance(one, str) else one] for one in matrices)
+            check_marker(loaded, self.scheme, set(map(sum, product(*each))), self.full_k, self.name)
             self.come += len(matrices)
             self.served.loads = True
             self.served.tell_unasked()

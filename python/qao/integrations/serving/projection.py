@@ -149,7 +149,7 @@ class Arriving(nn.Module):
 
     def _take(self, one: str, parameter: nn.Parameter, loaded: Tensor) -> None:
         if one == marker.MARKER:
-            said = check_marker(loaded, self.scheme, self.portion.n, self.portion.k, self.name)
+            said = check_marker(loaded, self.scheme, (self.portion.n,), self.portion.k, self.name)
             if said.experts is None or said.experts <= max(self.portion.slots):
                 raise ValueError(
                     f"qao: {self.name}: the checkpoint holds {said.experts} experts, but the model has expert "
