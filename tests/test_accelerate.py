@@ -184,6 +184,29 @@ def test_load_checkpoint_and_dispatch_with_the_disk(dtype: Any, checkpoint: str,
     assert torch.equal(model(IDS), quantized_model()(IDS))
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_checkpoints_without_markers_show_their_sizes(file: str, tmp_path: Path) -> None:
+    """Packed weights of 60 and of 64 columns have tensors of one shape."""
+    state = {
+        name: one
+        for name, one in quantized_model().state_dict().items()
+        if not name.endswith("pip_install_qao") and one.shape != qao.nn.marker.tripwire().shape
+    }
+    write = safetensors.save_file if file.endswith("safetensors") else torch.save
+    write(state, tmp_path / file)
+    for places in ({"": "cpu"}, SPREAD):
+        options = {"offload_folder": str(tmp_path / "off"), "force_hooks": True}
+        model = accelerate.load_checkpoint_and_dispatch(empty_model(), str(tmp_path / file), places, **options)
+        assert torch.equal(model(IDS), quantized_model()(IDS))
+        with accelerate.init_empty_weights():
+            narrow = Model().to(torch.bfloat16)
+            narrow.up = nn.Linear(60, 96, dtype=torch.bfloat16)
+        quantize_(narrow, SCHEMES, progress=False)
+        with pytest.raises(ValueError, match=r"up\.qweight: the checkpoint holds the packed weight of a larger layer"):
+            accelerate.load_checkpoint_and_dispatch(narrow, str(tmp_path / file), places, **options)
+        assert narrow.up.qweight.is_meta and narrow.embed.weight.is_meta
+
+
 def test_what_does_not_fit_is_refused(checkpoint: str, tmp_path: Path) -> None:
     """Otherwise each would load values with another meaning."""
     narrow = Model()

@@ -115,7 +115,8 @@ class PackedModule(Updatable, nn.Module):
         n, k = self._sizes
         if self.scheme.weights not in ("int4", "fp4") or qweight.is_meta or hasattr(qweight, "device_mesh"):
             return
-        packed = qweight.detach().reshape(-1, *qweight.shape[-3:]), scales.detach().reshape(-1, *scales.shape[-4:])
+        qweight, scales = aligned(qweight.detach()), aligned(scales.detach())  # those of a mapped file may not be
+        packed = qweight.reshape(-1, *qweight.shape[-3:]), scales.reshape(-1, *scales.shape[-4:])
         for q, of_groups in zip(*packed, strict=True):
             rows = of_groups[:, :, 0].mT.flatten(0, 1)  # [N, G], NVFP4: [N, G + 3]
             beyond = torch.zeros_like(rows[0])

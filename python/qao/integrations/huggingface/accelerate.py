@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,40 @@ def _make_room_before(theirs: Any) -> None:
 
 def _make_room(model: nn.Module, checkpoint: Path, dtype: Any) -> None:
     state: dict[str, Any] = {}
+    places: dict[str, Path] = {}
     for file in _files(checkpoint):
-        state |= entries(file)
+        found = entries(file)
+        state |= found
+        places |= dict.fromkeys(found, file)
+    _check_unmarked(model, state, places)
     _, fresh = room(model, state, names_of_layers(state), False)
     completed(fresh, state)
     if isinstance(dtype, torch.dtype):
         for layer in fresh.values():
             layer.dtype = dtype
+
+
+def _check_unmarked(model: nn.Module, state: Mapping[str, Any], places: Mapping[str, Path]) -> None:
+    """Raise ValueError if the tensors of a layer without a marker are of another scheme or size.
+
+    Accelerate sets tensors one by one, and only qweight and scales together show their size.
+    """
+    for name, layer in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        if not isinstance(layer, PackedModule) or prefix + marker.MARKER in state:
+            continue
+        stored = [key for key in ("qweight", "scales") if prefix + key in state]
+        layer.check_given({key: _tensor(prefix + key, state, places) for key in stored}, prefix)
+
+
+def _tensor(name: str, state: Mapping[str, Any], places: Mapping[str, Path]) -> Tensor:
+    value = state[name]
+    if isinstance(value, Tensor):  # from a file of torch.save
+        return value
+    from safetensors import safe_open
+
+    with safe_open(places[name], framework="pt") as content:
+        return content.get_tensor(name)  # type: ignore[no-any-return]
 
 
 def _files(checkpoint: Path) -> Iterable[Path]:
