@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import qao
 import saving_support as support
 import torch
+from qao.integrations.huggingface.loading import Loader
 
 if not support.importable("diffusers"):
     pytest.skip("no diffusers that works", allow_module_level=True)
@@ -158,6 +160,32 @@ def save_floats(path: Path, make: Callable[[], Any] = flux) -> Any:
 
 INT8 = qao.Int8WeightOnly()
 BF16 = {"torch_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["floats", "quantized"])
+def test_files_are_quantized_one_after_another(
+    quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers loads shards in threads if HF_ENABLE_PARALLEL_LOADING is set."""
+    model = save_floats(tmp_path / "f")
+    qao.quantize_(model, INT8, progress=False)
+    (model if quantized else qao.dequantize_(copy.deepcopy(model))).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    threads: set[bool] = set()
+
+    def take(self: Any, *arguments: Any) -> None:
+        threads.add(threading.current_thread() is threading.main_thread())
+        theirs(self, *arguments)
+
+    theirs = Loader.take
+    monkeypatch.setattr(Loader, "take", take)
+    monkeypatch.setattr(diffusers.models.modeling_utils, "HF_ENABLE_PARALLEL_LOADING", True)
+    options = {} if quantized else {"quantization_config": qao.QaoConfig(INT8)}
+    loaded = type(model).from_pretrained(tmp_path, **BF16, **options)
+    assert threads == (set() if quantized else {True})
+    expected, state = model.state_dict(), loaded.state_dict()
+    assert expected.keys() == state.keys()
+    assert not quantized or all(torch.equal(tensor, state[name]) for name, tensor in expected.items())
 
 
 def test_a_single_file_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:

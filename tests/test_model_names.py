@@ -14,6 +14,7 @@ import torch
 from qao.cli import main
 
 transformers = pytest.importorskip("transformers", "5.0")
+safetensors = pytest.importorskip("safetensors.torch")
 
 IDS = torch.arange(3, 12)[None]
 SIZES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -37,6 +38,10 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(IDS, use_cache=False).logits  # type: ignore[no-any-return]
 
 
+def names(path: Path) -> set[str]:
+    return set(safetensors.load_file(path / "model.safetensors"))
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_quantized_model_is_found_again_under_the_names_in_its_files(kind: str, tmp_path: Path) -> None:
     if kind not in transformers.CONFIG_MAPPING:
@@ -53,6 +58,8 @@ def test_a_quantized_model_is_found_again_under_the_names_in_its_files(kind: str
         assert not torch.equal(expected, floats)
         one.save_pretrained(tmp_path / "saved")
         assert torch.equal(logits(load(tmp_path / "saved")), expected)
+        qao.dequantize_(one).save_pretrained(tmp_path / "plain")
+        assert names(tmp_path / "plain") == names(tmp_path / "float")
     assert main(["quantize", str(tmp_path / "float"), str(tmp_path / "written"), "--scheme", "int8"]) == 0
     assert torch.equal(logits(load(tmp_path / "written")), expected)
 

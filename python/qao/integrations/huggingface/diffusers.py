@@ -111,6 +111,11 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     ) -> tuple[dict[str, Any], dict[str, str]]:
         return state_dict, {"qao": str(VERSION)}
 
+    @property
+    def supports_parallel_loading(self) -> bool:
+        """Whether threads may load files side by side (HF_ENABLE_PARALLEL_LOADING); quantizing has state."""
+        return bool(self.pre_quantized)
+
     def dequantize(self, model: Any) -> Any:
         return dequantized(model)
 

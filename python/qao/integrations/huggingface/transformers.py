@@ -305,8 +305,9 @@ def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
 
 
 def forget_config(model: Any) -> None:
-    """Remove what ``attach`` wrote to the configuration."""
-    model.__dict__.pop("quantization_method", None)
+    """Remove what ``attach`` wrote to the configuration, and conversions that saving left out."""
+    for name in ("quantization_method", "_weight_conversions"):  # as transformers' remove_quantization_config does
+        vars(model).pop(name, None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     for one in _configs(model):
