@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import tempfile
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 import qao
 import torch
 from checkpoint_support import SCHEMES, assert_same_layer, layer_of, write
-from qao.checkpoints import CheckpointError, open_checkpoint
+from qao.checkpoints import CheckpointError, native, open_checkpoint
 from safetensors.torch import save_file
 
 
@@ -195,6 +198,34 @@ def test_broken_files(case: str, tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="file permissions of POSIX")
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json", "."])
+def test_a_file_without_permission(name: str) -> None:
+    """safetensors says "No such file or directory", and glob finds nothing in such a directory."""
+    with tempfile.TemporaryDirectory() as directory:  # pytest's tmp_path is closed to other users
+        path, whole = Path(directory), Path(directory) / "model.safetensors"
+        save_file({"a": torch.zeros(4)}, whole)
+        (path / "config.json").write_text("{}")
+        if name.endswith("index.json"):
+            whole.rename(path / "part.safetensors")
+            (path / name).write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+        for one in (path, *path.iterdir()):
+            one.chmod(0o755)
+        (path / name).chmod(0o111 if name == "." else 0)
+        user = os.geteuid()
+        if user == 0:  # root reads every file
+            os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError, match=re.escape(str(path / name))):
+                open_checkpoint(path)
+            if name == whole.name:
+                with pytest.raises(PermissionError, match=re.escape(str(whole))):
+                    native.markers_in_files([whole])
+        finally:
+            os.seteuid(user)
+            (path / name).chmod(0o755)
 
 
 def test_a_dtype_that_qao_does_not_read(tmp_path: Path) -> None:

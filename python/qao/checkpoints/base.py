@@ -6,6 +6,7 @@ untrusted: a mismatch raises CheckpointError before anything large is allocated.
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +18,17 @@ from torch import Tensor
 
 from ..schemes import Scheme
 
-__all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLayer"]
+__all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLayer", "try_open"]
 
 
 class CheckpointError(ValueError):
     """A file is damaged, inconsistent, or in a format without a qao kernel. The message names file and tensor."""
+
+
+def try_open(file: str | os.PathLike[str]) -> None:
+    """Raise the OSError for a file that cannot be opened. safetensors reports each as a file that does not exist."""
+    with open(file, "rb"):
+        pass
 
 
 class Plain(NamedTuple):

@@ -11,7 +11,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from .base import Checkpoint, CheckpointError, QuantizedLayer
+from .base import Checkpoint, CheckpointError, QuantizedLayer, try_open
 from .shard_writer import DTYPES, INDEX, WHOLE
 
 __all__ = ["HeldTensors", "SafetensorsCheckpoint", "TensorFiles", "read_json"]
@@ -23,15 +23,14 @@ _LARGEST_JSON = 256 << 20  # bytes; an index of a million tensors has 100 MB
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """The object in a JSON file. Raises OSError if the file cannot be opened."""
+    size = path.stat().st_size
+    if size > _LARGEST_JSON:
+        raise CheckpointError(f"{path}: {size} bytes is too large for a checkpoint's JSON file")
+    text = path.read_bytes()
     try:
-        size = path.stat().st_size
-        if size > _LARGEST_JSON:
-            raise CheckpointError(f"{path}: {size} bytes is too large for a checkpoint's JSON file")
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, not an object")
@@ -48,6 +47,7 @@ class TensorFiles:
     Raises:
         CheckpointError: no such file, several candidates, pickles, a damaged file, an index that points outside its
             directory or to missing tensors.
+        OSError: a file or the directory cannot be opened, for example without permission.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,6 +68,7 @@ class TensorFiles:
                 f"{file}: no such file, but the index says that it holds {len(expected)} tensors ({expected[0]}, …). "
                 "Download it again"
             )
+        try_open(file)
         try:
             handle: Any = safetensors.safe_open(str(file), framework="pt")
             self.metadata.update(handle.metadata() or {})
@@ -193,8 +194,9 @@ class HeldTensors(TensorFiles):
 
 def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
     """The safetensors files of a directory, each with the tensors that an index lists for it."""
-    indices = sorted(directory.glob("*.safetensors.index.json"))
-    files = sorted(directory.glob("*.safetensors"))
+    held = sorted(directory.iterdir())  # raises OSError without permission, where glob finds no file
+    indices = [file for file in held if file.name.endswith(".safetensors.index.json")]
+    files = [file for file in held if file.suffix == ".safetensors"]
     if (directory / WHOLE) in files:
         return {directory / WHOLE: None}
     if (directory / INDEX) in indices:
@@ -206,7 +208,7 @@ def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
     if indices or files:
         found = ", ".join(file.name for file in [*indices, *files][:8])
         raise CheckpointError(f"{directory}: several files could be loaded ({found}); pass the path of one")
-    pickles = [file.name for ending in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in directory.glob(ending)]
+    pickles = [file.name for file in held if file.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if pickles:
         raise CheckpointError(
             f"{directory}: {pickles[0]} is a pickle, which can execute arbitrary code; qao never opens one. Convert it "

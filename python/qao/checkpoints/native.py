@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..nn import marker
 from ..schemes import Int4Weight, Scheme, scheme_from_dict
-from .base import Plain, QuantizedLayer
+from .base import Plain, QuantizedLayer, try_open
 
 if TYPE_CHECKING:
     from .files import TensorFiles  # imports safetensors, and ``import qao`` does not
@@ -72,6 +72,7 @@ def safetensors_entries(file: _Path, parts: Iterable[str] = (marker.MARKER, "sca
     """All names in a safetensors file. Only these parts of quantized layers are read."""
     from safetensors import safe_open
 
+    try_open(file)
     with safe_open(file, framework="pt") as content:
         names = list(content.keys())
         layers = [layer for name in names if (layer := marker.layer_of(name)) is not None]

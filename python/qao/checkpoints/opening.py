@@ -62,6 +62,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: no checkpoint was found, it is damaged, or qao has no kernel for its format. The message names
             the file and the tensor and says how to proceed.
+        OSError: a file or the directory cannot be opened, for example without permission.
     """
     path = Path(path)
     if not path.exists():

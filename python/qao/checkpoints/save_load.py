@@ -87,6 +87,7 @@ def load(
 
     Raises:
         CheckpointError: a damaged file.
+        OSError: the file cannot be opened, for example without permission.
         ValueError: the checkpoint does not match the module: missing or unexpected tensors, another shape, or buffers
             on meta that no checkpoint holds. If it is raised before values are loaded, the module is unchanged.
         TypeError: there is neither a module nor a config.json.

@@ -66,6 +66,7 @@ def from_pretrained(
     Raises:
         CheckpointError: the checkpoint is damaged, has no qao kernel, or does not match the model: tensors are missing
             or left over. With ``auto_class``, transformers reports such tensors instead.
+        OSError: a file cannot be opened, for example without permission.
         ValueError: no scheme for a float checkpoint; a scheme, or ``embeddings``, for a quantized one; an argument that
             is incompatible with this checkpoint.
         TypeError: an argument has the wrong type.
