@@ -134,3 +134,13 @@ def test_without_a_scheme_experts_keep_their_numbers(gpt_oss: tuple[Path, Any]) 
     with torch.no_grad():
         y, expected = loaded(ids).logits, copy.deepcopy(model).float()(ids).logits
     assert (y.float() - expected).norm() < 0.03 * expected.norm()  # bfloat16 between layers
+
+
+def test_transformers_loads_it_onto_the_layers_of_qao(gpt_oss: tuple[Path, Any]) -> None:
+    """Its own loader would make bfloat16 of the experts on a CPU, and refuse a QaoConfig."""
+    load = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
+    path, _ = gpt_oss
+    for options in ({}, {"quantization_config": qao.QaoConfig(qao.Int4WeightOnly(32))}):
+        found, expected = load(path, **options).state_dict(), qao.from_pretrained(path, **options).state_dict()
+        assert any(name.endswith("experts.up.qweight") for name in found)
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

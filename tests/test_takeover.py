@@ -16,6 +16,9 @@ import pytest
 import qao
 import saving_support as support
 import torch
+from checkpoint_support import write
+from test_checkpoints_fp8 import e4m3, fp8
+from test_checkpoints_gptq_awq import Weight, awq, gptq
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -149,6 +152,40 @@ def test_every_class_and_part_of_the_model(root: Path) -> None:
     assert type(other.score) is torch.nn.Linear and isinstance(other.model.layers[0].mlp.up_proj, qao.QuantLinear)
     mapped, info = transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cpu", output_loading_info=True)
     assert torch.equal(support.run(mapped, "transformers"), expected) and not info["missing_keys"]
+
+
+def others(method: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The model in another library's layout, and the entry of config.json."""
+    state = support.llama(128).state_dict()
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        layer, (n, k) = name.removesuffix(".weight"), state.pop(name).shape
+        if method == "fp8":
+            state |= {name: e4m3(n, k), f"{name}_scale_inv": torch.rand(-(-n // 128), -(-k // 128)) / 4096}
+        else:
+            weight = Weight(n, k, 32)
+            weight.scales /= 16
+            tensors = getattr(weight, method)()
+            tensors.pop("a.bias", None)
+            state |= {one.replace("a.", f"{layer}.", 1): tensor for one, tensor in tensors.items()}
+    return state, {"gptq": gptq(desc_act=False, sym=False), "awq": awq(), "fp8": fp8()}[method]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
+def test_what_other_libraries_wrote(method: str, tmp_path: Path) -> None:
+    """Loaded, saved as compressed-tensors and loaded again."""
+    state, quantization = others(method)
+    write(tmp_path, state, support.llama(128).config.to_dict() | quantization | {"architectures": ["LlamaForCausalLM"]})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = load(tmp_path, dtype=torch.bfloat16)
+    assert sum(isinstance(module, qao.QuantLinear) for module in model.modules()) == 14
+    expected = support.run(qao.from_pretrained(tmp_path, dtype=torch.bfloat16), "transformers")
+    assert expected.isfinite().all() and torch.equal(support.run(model, "transformers"), expected)
+    base = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert sum(isinstance(module, qao.QuantLinear) for module in base.modules()) == 14
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(support.run(load(tmp_path / "again"), "transformers"), expected)
 
 
 def test_what_qao_does_not_read_goes_to_the_other_library_with_a_warning(root: Path, tmp_path: Path) -> None:

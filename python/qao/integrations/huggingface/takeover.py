@@ -24,7 +24,7 @@ from .from_pretrained import from_pretrained as load
 from .loading import Unfit
 
 SWITCH = "QAO_TAKEOVER"
-METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "fp8", "fbgemm_fp8", "modelopt", "torchao")
+METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "torchao")
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 
 
@@ -49,7 +49,7 @@ def register() -> None:
             options = {name: value for name, value in options.items() if name != "quantization_config"}
         elif method in METHODS and (given is None or isinstance(given, QaoConfig)) and is_on():
             whole = functools.partial(theirs, cls, pretrained_model_name_or_path, *model_args, **options)
-            return _take(cls, whole, path, model_args, options)
+            return _take(cls, whole, path, model_args, options, again=method == "mxfp4")
         return theirs(cls, pretrained_model_name_or_path, *model_args, **options)
 
     from_pretrained._of_qao = True  # type: ignore[attr-defined]
@@ -100,12 +100,23 @@ def _layers(found: Mapping[str, Any]) -> Mapping[str, Scheme]:
 
 
 def _take(
-    cls: Any, theirs: functools.partial[Any], path: Any, model_args: tuple[Any, ...], options: dict[str, Any]
+    cls: Any,
+    theirs: functools.partial[Any],
+    path: Any,
+    model_args: tuple[Any, ...],
+    options: dict[str, Any],
+    *,
+    again: bool,
 ) -> Any:
+    """``qao.from_pretrained``, or ``theirs`` if that cannot load the checkpoint.
+
+    Args:
+        again: a QaoConfig may quantize the checkpoint with another scheme, as most of the model is in float.
+    """
     from ...checkpoints import CheckpointError, open_checkpoint
 
     kept = dict(options)
-    given = kept.pop("quantization_config", None)
+    given = None if again else kept.pop("quantization_config", None)
     if given is not None and os.path.isdir(path):
         opened = open_checkpoint(os.path.join(path, kept.get("subfolder") or ""))
         _check_again(path, {name: layer.scheme for name, layer in opened.layers.items()}, given)
