@@ -144,6 +144,28 @@ UNMERGED = {"BEFT": "no bias", "LILY": "not supported", "POLY": "", "OSF": "do n
 
 
 @pytest.mark.filterwarnings("ignore:Merging")
+@pytest.mark.parametrize(
+    "raised",
+    [torch.OutOfMemoryError("CUDA out of memory"), AttributeError("no attribute x"), NotImplementedError("no kernel")],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_are_not_of_the_layer_stay_as_they_are(raised: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of a wrong config: a float model gives the same."""
+    model = llama()
+    before, modules = copy.deepcopy(model.state_dict()), [name for name, _ in model.named_modules()]
+    with pytest.raises(TypeError, match="^'<=' not supported between instances of 'str' and 'int'$"):
+        peft.get_peft_model(model, config_of("LORA", r="a"))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(nn.init, "kaiming_uniform_", fail)
+    with pytest.raises(type(raised)) as caught:
+        peft.get_peft_model(model, config_of("LORA"))
+    assert caught.value is raised
+    assert_unchanged(model, before, modules)
+
+
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in REFUSED])
 def test_merging_quantizes_again_and_unmerging_is_exact(method: str) -> None:
     model = adapted(llama(), config_of(method))

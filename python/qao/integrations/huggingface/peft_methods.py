@@ -138,8 +138,8 @@ def _named(theirs: Any) -> Any:
             raise TypeError(_refusal(config, key, base, "it is sharded (qao.distributed)"))
         try:
             result = theirs(self, config, adapter, target, name, parent, *args, **kwargs)
-        except (TypeError, NotImplementedError, AttributeError, RuntimeError, ValueError) as error:
-            if isinstance(error, ValueError) and "support" not in str(error):
+        except ValueError as error:
+            if "support" not in str(error):
                 raise  # an error in the config, independent of the layer
             raise TypeError(_refusal(config, key, base, str(error))) from error
         if getattr(parent, name) is base:
