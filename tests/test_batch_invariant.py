@@ -115,7 +115,9 @@ def test_without_it_rows_differ() -> None:
 def test_a_scale_of_all_rows_is_refused(device: str) -> None:
     weight = torch.ones(32, 64, dtype=torch.int8, device=device)
     x, scales = torch.randn(3, 64, device=device), torch.ones(32, device=device)
-    message = "fp8_fp8_mm: with batch_invariant a scale may not be that of all rows.*Pass x_scale, or x_group_size=-1"
+    message = (
+        "fp8_fp8_mm: with batch_invariant, x may not have one scale for all rows.*Pass x_scale, or x_group_size=-1"
+    )
     with pytest.raises(RuntimeError, match=message):
         torch.ops.qao.fp8_fp8_mm(x, weight, scales, None, None, 0, False, True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import qao
 import saving_support as support
 import torch
 from checkpoint_support import write
+from safetensors.torch import load_file, save_file
 from test_checkpoints_fp8 import e4m3, fp8
 from test_checkpoints_gptq_awq import Weight, awq, gptq
 
@@ -233,6 +235,25 @@ def test_names_of_the_hub_and_folders(root: Path, tmp_path: Path) -> None:
         ):
             assert isinstance(model.lm_head, qao.QuantLinear) and model.name_or_path == name
             assert torch.equal(support.run(model, "transformers"), expected)
+
+
+def test_key_mapping_renames_layers_in_the_configuration(tmp_path: Path) -> None:
+    """A checkpoint of a model with other module names has them in its tensors and in config.json."""
+    model = support.llama(128)
+    qao.quantize_(model, qao.Int4WeightOnly())  # in qao's own format
+    model.save_pretrained(tmp_path / "sub", variant="q4")
+    expected = support.run(model, "transformers")
+    file, config = tmp_path / "sub" / "model.q4.safetensors", tmp_path / "sub" / "config.json"
+    tensors = {re.sub("^model", "old", name): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt", "qao": "1"})
+    config.write_text(config.read_text().replace('"model.layers', '"old.layers'))
+    options: dict[str, Any] = {"subfolder": "sub", "variant": "q4"}
+    for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        again = kind.from_pretrained(tmp_path, key_mapping={"^old": "model"}, **options)
+        assert isinstance(again.model.layers[0].mlp.up_proj, qao.QuantLinear)
+        assert torch.equal(support.run(again, "transformers"), expected)
+    with pytest.raises(qao.checkpoints.CheckpointError, match="no file model.q5.safetensors"):
+        kind.from_pretrained(tmp_path, key_mapping={"^old": "model"}, **options | {"variant": "q5"})
 
 
 def test_an_adapter_brings_its_base_model(root: Path, tmp_path: Path) -> None:

@@ -348,11 +348,11 @@ def _from_state(
     if checkpoint.layers:
         later = quantization
         schemes = _config_layers(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
-        schemes = {_renamed(name, renaming): one for name, one in schemes.items()}
+        schemes = {renamed(name, renaming): one for name, one in schemes.items()}
         config.quantization_config = QaoConfig(layers=schemes).to_dict()
     elif quantization is not None:
         options["quantization_config"] = quantization
-    state = {_renamed(name, renaming): value for name, value in lazy_state(checkpoint).items()}
+    state = {renamed(name, renaming): value for name, value in lazy_state(checkpoint).items()}
     dtype = request.dtype or _dtype(config, checkpoint)
     given = {"config": config, "state_dict": state, "dtype": dtype, "device_map": request.device_map}
     model, info = cls.from_pretrained(None, *request.model_args, output_loading_info=True, **given, **options)
@@ -442,7 +442,7 @@ def _read_generation(model: Any, directory: Path, options: dict[str, Any], code:
     )
 
 
-def _renamed(name: str, renaming: Mapping[str, str]) -> str:
+def renamed(name: str, renaming: Mapping[str, str]) -> str:
     for pattern, replacement in renaming.items():
         name = re.sub(pattern, replacement, name)
     return name

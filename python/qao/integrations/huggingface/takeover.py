@@ -3,7 +3,8 @@
 transformers passes compressed-tensors, GPTQ, AWQ, fp8 and torchao checkpoints to the library named in config.json,
 which may decompress the weights. ``register`` makes ``PreTrainedModel.from_pretrained`` pass supported ones to
 ``qao.from_pretrained`` instead. To disable this, set ``QAO_TAKEOVER=0`` in the environment, or pass a
-``quantization_config`` of the other library in one call.
+``quantization_config`` of the other library in one call. qao's own checkpoints take this way if ``key_mapping`` renames
+their layers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ...schemes import Scheme
 from ..imports import register_part
 from .config import QaoConfig
 from .from_pretrained import from_pretrained as load
+from .from_pretrained import renamed
 from .loading import Unfit
 
 SWITCH = "QAO_TAKEOVER"
@@ -47,10 +49,11 @@ def register() -> None:
         if method == "qao" and found is not None and isinstance(given, QaoConfig):
             _check_again(path, _layers(found), given)
             options = {name: value for name, value in options.items() if name != "quantization_config"}
-        elif method in METHODS and (given is None or isinstance(given, QaoConfig)) and is_on():
-            whole = functools.partial(theirs, cls, pretrained_model_name_or_path, *model_args, **options)
-            return _take(cls, whole, path, model_args, options, again=method == "mxfp4")
-        return theirs(cls, pretrained_model_name_or_path, *model_args, **options)
+        other = method in METHODS and (given is None or isinstance(given, QaoConfig)) and is_on()
+        whole = functools.partial(theirs, cls, pretrained_model_name_or_path, *model_args, **options)
+        if other or (method == "qao" and found is not None and _renames(options.get("key_mapping"), found)):
+            return _take(cls, whole, path, model_args, options, again=method == "mxfp4", fall_back=other)
+        return whole()
 
     from_pretrained._of_qao = True  # type: ignore[attr-defined]
     base.from_pretrained = classmethod(from_pretrained)
@@ -99,6 +102,11 @@ def _layers(found: Mapping[str, Any]) -> Mapping[str, Scheme]:
     return config.layers  # type: ignore[no-any-return]
 
 
+def _renames(mapping: Mapping[str, str] | None, found: Mapping[str, Any]) -> bool:
+    """Whether ``key_mapping`` renames layers in a qao configuration; transformers only renames tensors."""
+    return mapping is not None and any(renamed(name, mapping) != name for name in _layers(found))
+
+
 def _take(
     cls: Any,
     theirs: functools.partial[Any],
@@ -107,11 +115,13 @@ def _take(
     options: dict[str, Any],
     *,
     again: bool,
+    fall_back: bool,
 ) -> Any:
     """``qao.from_pretrained``, or ``theirs`` if that cannot load the checkpoint.
 
     Args:
         again: a QaoConfig may quantize the checkpoint with another scheme, as most of the model is in float.
+        fall_back: ``theirs`` may load what qao cannot; otherwise the error is raised.
     """
     from ...checkpoints import CheckpointError, open_checkpoint
 
@@ -131,6 +141,8 @@ def _take(
         _check_options(options)
         loaded = load(path, *model_args, auto_class=cls, **kept)
     except (CheckpointError, Unfit) as error:
+        if not fall_back:
+            raise
         warnings.warn(
             f"{path}: loaded by the library that config.json names, not onto qao's layers: {error}", stacklevel=3
         )
