@@ -195,7 +195,7 @@ def hooked() -> nn.Module:
     "other,message",
     [
         (nn.Sequential(nn.Linear(96, 41), nn.ReLU(), nn.Linear(41, 24, bias=False)), r"0: .*\[40, 96\].*\[41, 96\]"),
-        (nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.ReLU()), "2: .*a ReLU in the model"),
+        (nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.ReLU()), "2: .*but the model has a ReLU"),
         (hooked(), "0: .*cannot be replaced: it has forward_hooks"),
     ],
 )
