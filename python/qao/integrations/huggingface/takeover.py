@@ -20,6 +20,7 @@ from typing import Any
 from ...quantization.rules import differing
 from ...schemes import Scheme
 from ..imports import register_part
+from ..wrapping import wrap
 from .config import QaoConfig
 from .from_pretrained import from_pretrained as load
 from .from_pretrained import renamed
@@ -35,12 +36,10 @@ def register() -> None:
     from transformers import modeling_utils
 
     register_part("qao.integrations.huggingface.transformers", "watch_loading")
-    base: Any = modeling_utils.PreTrainedModel
-    theirs = base.from_pretrained.__func__
-    if getattr(theirs, "_of_qao", False):
-        return
+    wrap(modeling_utils.PreTrainedModel, "from_pretrained", _from_pretrained)
 
-    @functools.wraps(theirs)
+
+def _from_pretrained(theirs: Any) -> Any:
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *model_args: Any, **options: Any) -> Any:
         path = _base_of(pretrained_model_name_or_path, options)
         found = None if path is None else _quantization(path, options)
@@ -55,8 +54,7 @@ def register() -> None:
             return _take(cls, whole, path, model_args, options, again=method == "mxfp4", fall_back=other)
         return whole()
 
-    from_pretrained._of_qao = True  # type: ignore[attr-defined]
-    base.from_pretrained = classmethod(from_pretrained)
+    return from_pretrained
 
 
 def is_on() -> bool:

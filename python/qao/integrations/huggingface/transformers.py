@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce, wraps
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ...checkpoints import native
 from ...nn import marker
 from ...nn.packed_module import PackedModule
 from ...quantization import targets
+from ..wrapping import wrap
 from .config import QaoConfig
 from .loading import Loader
 from .registration import dequantized, fill, mark
@@ -274,24 +275,21 @@ def watch_loading() -> None:
     """Let the quantizer inspect a checkpoint before loading. Called after the base class of models is defined."""
     from transformers.modeling_utils import PreTrainedModel
 
-    base: Any = PreTrainedModel
-    theirs = base.__dict__["_load_pretrained_model"]
-    function = theirs.__func__
-    if getattr(function, "_of_qao", False):
-        return
-    signature = inspect.signature(function)
+    wrap(PreTrainedModel, "_load_pretrained_model", _checking_files)
 
-    @wraps(function)
+
+def _checking_files(theirs: Any) -> Any:
+    signature = inspect.signature(theirs)
+
     def load(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options).arguments
         how = given.get("load_config")  # version 5
         quantizer = given.get("hf_quantizer", getattr(how, "hf_quantizer", None))
         if isinstance(quantizer, QaoQuantizer):
             quantizer.check_files(given["model"], given["state_dict"], given["checkpoint_files"], how, given)
-        return function(*args, **options)
+        return theirs(*args, **options)
 
-    load._of_qao = True  # type: ignore[attr-defined]
-    base._load_pretrained_model = type(theirs)(load)
+    return load
 
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:

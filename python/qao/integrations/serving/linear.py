@@ -68,9 +68,8 @@ def _rows_of_matrices(layer: Any, parts: list[int], output_size: int) -> list[se
     rows = [{part * ranks // (replicas if i > 0 else 1)} for i, part in enumerate(parts)]
     if len(parts) == 1 or type(layer).__name__ in ("QKVParallelLinear", "MergedColumnParallelLinear"):
         return rows
-    return [
-        one | {part} for one, part in zip(rows, parts, strict=True)
-    ]  # subclasses may give every rank a whole matrix
+    # Subclasses may give every rank a whole matrix.
+    return [one | {part} for one, part in zip(rows, parts, strict=True)]
 
 
 class ServedLinear:

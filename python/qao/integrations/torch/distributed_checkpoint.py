@@ -6,7 +6,6 @@ for packed weights of several sizes, so ``load_state_dict`` would find the diffe
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -18,16 +17,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ...nn import marker
+from ..wrapping import wrap
 
 
 def register() -> None:
     """Called after torch.distributed.checkpoint.state_dict_loader is imported."""
-    theirs = state_dict_loader._load_state_dict
-    if getattr(theirs, "_of_qao", False):
-        return
+    wrap(state_dict_loader, "_load_state_dict", _checked)
+
+
+def _checked(theirs: Any) -> Any:
     parameters = inspect.signature(theirs)
 
-    @functools.wraps(theirs)
     def load_state_dict(*args: Any, **options: Any) -> None:
         given = parameters.bind(*args, **options).arguments
         own = _markers(given["state_dict"])
@@ -35,8 +35,7 @@ def register() -> None:
             _check(own, theirs, {name: value for name, value in given.items() if name not in ("state_dict", "planner")})
         theirs(*args, **options)
 
-    load_state_dict._of_qao = True  # type: ignore[attr-defined]
-    state_dict_loader._load_state_dict = load_state_dict
+    return load_state_dict
 
 
 def _markers(state: dict[str, Any]) -> dict[str, Tensor]:

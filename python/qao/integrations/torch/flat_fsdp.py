@@ -5,7 +5,6 @@ FSDP1 flattens all parameters of a module into one tensor of one dtype, and a qu
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -13,24 +12,24 @@ from torch import nn
 from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
 
 from ...nn.packed_module import PackedModule
+from ..wrapping import wrap
 
 
 def register() -> None:
     """Called after FSDP1 is imported."""
-    theirs = fsdp.FullyShardedDataParallel.__init__
-    if getattr(theirs, "_of_qao", False):
-        return
+    wrap(fsdp.FullyShardedDataParallel, "__init__", _checked)
+
+
+def _checked(theirs: Any) -> Any:
     parameters = inspect.signature(theirs)
 
-    @functools.wraps(theirs)
     def __init__(*args: Any, **options: Any) -> None:
         given = parameters.bind(*args, **options).arguments
         ignored = [*(given.get("ignored_modules") or ()), *(given.get("ignored_states") or ())]
         _check(given["module"], ignored)
         theirs(*args, **options)
 
-    __init__._of_qao = True  # type: ignore[attr-defined]
-    fsdp.FullyShardedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+    return __init__
 
 
 def _check(model: nn.Module, ignored: list[Any]) -> None:

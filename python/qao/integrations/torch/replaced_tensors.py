@@ -7,10 +7,9 @@ same shape, so a weight of another size would compute something else without an 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ...nn import marker
 from ...nn.dequantized_weight import DequantizedWeight
 from ...nn.packed_module import PackedModule
 from ...schemes import PackedWeight
+from ..wrapping import wrap
 
 
 def register() -> None:
@@ -35,20 +35,11 @@ def register() -> None:
         (parametrizations, "spectral_norm"),  # fails for integers before it registers
         (parametrize, "register_parametrization"),
     ):
-        _wrap(owner, name, _reparametrization)
-    _wrap(stateless, "_functional_call", _functional_call)
-    _wrap(torch.utils, "swap_tensors", _swap_tensors)
-    _wrap(convert_parameters, "vector_to_parameters", _vector_to_parameters)
+        wrap(owner, name, _reparametrization)
+    wrap(stateless, "_functional_call", _functional_call)
+    wrap(torch.utils, "swap_tensors", _swap_tensors)
+    wrap(convert_parameters, "vector_to_parameters", _vector_to_parameters)
     nn.utils.vector_to_parameters = convert_parameters.vector_to_parameters
-
-
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    theirs = getattr(owner, name)
-    if getattr(theirs, "_of_qao", False):
-        return
-    own: Any = functools.wraps(theirs)(make(theirs))
-    own._of_qao = True
-    setattr(owner, name, staticmethod(own) if isinstance(owner, type) else own)
 
 
 def _reparametrization(theirs: Any) -> Any:

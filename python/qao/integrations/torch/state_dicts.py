@@ -8,7 +8,6 @@ remedy.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -27,17 +26,18 @@ from ...nn.packed_module import PackedModule, frozen
 from ...quantization.skeleton import Undo, make_room, undo
 from ...schemes import Int4Weight, Scheme, scheme_from_dict
 from ..imports import when_imported
+from ..wrapping import wrap
 
 Found = dict[str, marker.Marker]  # by layer name
 
 
 def register() -> None:
     """Called by ``import qao``."""
-    theirs = nn.Module.load_state_dict
-    if getattr(theirs, "_of_qao", False):
-        return
+    wrap(nn.Module, "load_state_dict", _load_state_dict)
+    when_imported("safetensors.torch", _register_safetensors)
 
-    @functools.wraps(theirs)
+
+def _load_state_dict(theirs: Any) -> Any:
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **others: Any
     ) -> Any:
@@ -58,9 +58,7 @@ def register() -> None:
             warnings.warn(f"load_state_dict: strict=False. {hint} They were not loaded.", stacklevel=2)
         return result
 
-    load_state_dict._of_qao = True  # type: ignore[attr-defined]
-    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
-    when_imported("safetensors.torch", _register_safetensors)
+    return load_state_dict
 
 
 def names_of_layers(names: Iterable[Any]) -> list[str]:
@@ -281,14 +279,14 @@ def _refuse_codes(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _register_safetensors() -> None:
-    """``load_model`` compares names with the model before loading, so layers are replaced before that."""
     import safetensors.torch as library
 
-    theirs = library.load_model
-    if getattr(theirs, "_of_qao", False):
-        return
+    wrap(library, "load_model", _load_model)
 
-    @functools.wraps(theirs)
+
+def _load_model(theirs: Any) -> Any:
+    """``load_model`` compares names with the model before loading, so layers are replaced before that."""
+
     def load_model(model: nn.Module, filename: Any, *args: Any, **options: Any) -> Any:
         state = safetensors_entries(filename)  # of any suffix
         done, fresh = room(model, state, names_of_layers(state), False)
@@ -302,5 +300,4 @@ def _register_safetensors() -> None:
             _undo(model, done)
             raise _error(model, str(error)) from error
 
-    load_model._of_qao = True  # type: ignore[attr-defined]
-    library.load_model = load_model
+    return load_model
