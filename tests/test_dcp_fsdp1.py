@@ -9,26 +9,9 @@ import pytest
 import qao
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from one_layer import INT4, X, of, quantized, unchanged
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-
-INT4 = qao.Int4WeightOnly(group_size=32)
-X = torch.linspace(-1, 1, 128).view(2, 64)
-
-
-def quantized(n: int, scheme: qao.Scheme = INT4, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, n, bias=False))
-    qao.quantize_(model, scheme, progress=False)
-    return model
-
-
-def of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.named_parameters()}
-
-
-def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
-    return all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, {"ignored_modules": [nn.Linear(1, 1)]}], ids=str)
