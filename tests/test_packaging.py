@@ -390,6 +390,7 @@ def test_a_description_without_a_public_repository_has_no_dead_links(tmp_path: P
 WITHOUT_KERNELS = """
 import sys, torch
 torch.version.cuda, torch.cuda.device_count = "13.0", lambda: {gpus}
+torch.cuda.is_available = lambda: False  # there is nothing to ask these GPUs about
 from qao.schemes.weight_formats import _host
 facts = {{**_host.build_info(), "cuda": {cuda!r}}}
 _host.build_info = lambda: facts

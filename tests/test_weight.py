@@ -213,6 +213,7 @@ def test_reads_of_weight_in_a_compiled_function() -> None:
         products = [nn.functional.linear(x, weight), x @ weight.T, (x @ weight.mT).mul_(2), x[:, :1].mul_(weight[0, 0])]
         views = [*weight.split(8), *weight.chunk(2), weight.unflatten(0, (8, 5)), weight.data[1:3, None], weight.t()]
         values = [weight.norm(dim=1), 1 - weight, 2 / weight, weight**2, torch.cat([weight, x]), *weight.max(dim=1)]
+        values.append(weight.norm() + weight.norm(2))
         return [*products, *(view + 1 for view in views), *values, weight.clone().zero_(), torch.empty(1).copy_(facts)]
 
     compiled = torch.compile(lambda x: read(layer.weight, x), backend="aot_eager", fullgraph=True)
@@ -237,7 +238,10 @@ def test_writes_through_weight_in_a_compiled_function(fullgraph: bool) -> None:
             _WRITES[name](layer.weight)
             return layer(x)
 
-        with torch.no_grad(), pytest.raises(RuntimeError, match="load_float_.*update_.*dequantize"):
+        message = "load_float_.*update_.*dequantize"
+        if name == "init" and fullgraph and torch.__version__ < "2.12":
+            message = "handle_torch_function"  # which Dynamo of torch 2.11 cannot trace at all
+        with torch.no_grad(), pytest.raises(RuntimeError, match=message):
             torch.compile(write, backend="eager", fullgraph=fullgraph)(torch.randn(3, 96))
 
 

@@ -11,6 +11,13 @@ from torch import Tensor
 from .dequantized_weight import READ_ONLY
 
 
+def _function(name: str) -> Any:
+    def method(self: Tensor, *args: Any, **options: Any) -> Any:
+        return getattr(torch, name)(self, *args, **options)
+
+    return method
+
+
 class CompiledWeight(Tensor):
     """The dequantized weight in code that Dynamo traces, or a view of it: its numbers, with errors for writes.
 
@@ -22,13 +29,9 @@ class CompiledWeight(Tensor):
     def of(cls, weight: Tensor) -> Tensor:
         return weight.as_subclass(cls)
 
-    # Dynamo cannot trace these methods of a subclass as torch defines them, in Python.
-
-    def split(self, *args: Any, **options: Any) -> Any:
-        return torch.split(self, *args, **options)
-
-    def unflatten(self, *args: Any, **options: Any) -> Tensor:
-        return torch.unflatten(self, *args, **options)
+    # torch defines these methods in Python. Dynamo cannot trace them as methods of a subclass, only as functions.
+    norm, split, unflatten = _function("norm"), _function("split"), _function("unflatten")
+    unique, unique_consecutive = _function("unique"), _function("unique_consecutive")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
