@@ -16,6 +16,7 @@ from . import (
     experts,
     experts_block,
     four_bits,
+    generate,
     gptq,
     host,
     invariance,
@@ -116,6 +117,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_common(whole)
     llama.add_arguments(whole)
     _add_check(whole)
+    asked = commands.add_parser("generate", help="tokens per second of an unmodified transformers model's generate()")
+    _add_common(asked)
+    generate.add_arguments(asked)
     shapes = commands.add_parser("linear", help="every scheme against F.linear on CPU layers of many shapes")
     shapes.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
     linear.add_arguments(shapes)
@@ -223,6 +227,9 @@ def main() -> int:
         results = host.run(arguments.device)
         write(results, folder / "host.csv")
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
+    if arguments.command == "generate":
+        generate.run(arguments, folder / "generate.csv")
+        return 0
     if arguments.command == "llama":
         path = folder / ("llama_head.csv" if arguments.head else "llama.csv")
         before = read(path) if arguments.add and path.exists() else None

@@ -22,7 +22,7 @@ from examples.decoder_block import DecoderBlock
 from .schemes import without_search
 
 # Published configurations, limited to what affects speed.
-_COMMON = {"hidden_act": "silu", "attention_dropout": 0.0}
+COMMON = {"hidden_act": "silu", "attention_dropout": 0.0}
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         **{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336},
@@ -104,7 +104,7 @@ class Model(nn.Module):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__()
-        numbers = _COMMON | PRESETS[preset]
+        numbers = COMMON | PRESETS[preset]
         self.layers = layers or numbers["num_hidden_layers"]
         # All layers are copies of one: the same values in different memory.
         config = AutoConfig.for_model(**numbers | {"num_hidden_layers": 1})

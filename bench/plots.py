@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .generate import WAYS
 from .llama import BASELINE, case_of, title_of
 from .meta import RESULTS, ROOT
 from .ratios import BEST_PEER, BF16, mean_ratio
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 FOLDER = ROOT / "docs" / "plots"
 DECODERS = "llama"  # bench/llama.py
-WORDS = (*SCHEMES, DECODERS)  # results files with plots
+UNMODIFIED = "generate"  # bench/generate.py
+WORDS = (*SCHEMES, DECODERS, UNMODIFIED)  # results files with plots
 TRACKED = (("h200", DECODERS),)  # in FOLDER
 _COLUMNS = 3
 _OURS, _BF16, _FLOOR = "#0b5fb0", "#222222", "#999999"
@@ -54,6 +56,8 @@ def draw_file(path: Path, target: Path) -> None:
     """Plot a results file of one of WORDS."""
     if path.stem == DECODERS:
         draw_decoders(read(path), target)
+    elif path.stem == UNMODIFIED:
+        draw_unmodified(read(path), target)
     else:
         draw(path.stem, read(path), target)
 
@@ -82,15 +86,32 @@ def draw_decoders(results: dict[str, Any], target: Path) -> None:
     with _panels(target, 1, len(cases), 2.0, 2.0) as (figure, panels):
         for panel, case in zip(panels, cases, strict=True):
             speeds = {row["scheme"]: row["compiled_tokens_s"] for row in rows if case_of(row) == case}
-            colors = [_BF16 if word == BASELINE else _OURS for word in speeds]
-            bars = panel.barh(list(speeds), list(speeds.values()), color=colors)
-            panel.bar_label(bars, fmt="%.0f", padding=2)
-            panel.invert_yaxis()
-            panel.set_title(title_of(case))
-            panel.spines[["bottom", "left"]].set_visible(False)
-            panel.tick_params(length=0, labelleft=panel is panels[0], labelbottom=False)
-            panel.margins(x=0.25)
+            _bars(panel, title_of(case), speeds, panel is panels[0])
         figure.suptitle(f"{first['model']}, tokens a second on one {results['meta']['device']}")
+
+
+def draw_unmodified(results: dict[str, Any], target: Path) -> None:
+    """One panel per way of decoding of the first model: one bar per scheme, tokens per second."""
+    first = results["rows"][0]
+    rows = [row for row in results["rows"] if (row["model"], row["batch"]) == (first["model"], first["batch"])]
+    ways = [way for way in WAYS if any(row["way"] == way for row in rows)]
+    with _panels(target, 1, len(ways), 3.2, 1.6) as (figure, panels):
+        for panel, way in zip(panels, ways, strict=True):
+            speeds = {row["scheme"]: row["tokens_s"] for row in rows if row["way"] == way}
+            _bars(panel, WAYS[way].replace("`", ""), speeds, panel is panels[0])
+        about = f"an unmodified transformers model, batch {first['batch']}"
+        figure.suptitle(f"{first['model']}, {about}: tokens a second on one {results['meta']['device']}")
+
+
+def _bars(panel: Axes, title: str, speeds: dict[str, float], labels: bool) -> None:
+    colors = [_BF16 if word == BASELINE else _OURS for word in speeds]
+    bars = panel.barh(list(speeds), list(speeds.values()), color=colors)
+    panel.bar_label(bars, fmt="%.0f", padding=2)
+    panel.invert_yaxis()
+    panel.set_title(title)
+    panel.spines[["bottom", "left"]].set_visible(False)
+    panel.tick_params(length=0, labelleft=labels, labelbottom=False)
+    panel.margins(x=0.25)
 
 
 def draw(word: str, results: dict[str, Any], target: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from cpu_isas import ISA_FLAGS
 from torch import Tensor
 
+import bench.__main__ as bench_command
 from bench import (
     bars,
     bodies,
@@ -23,6 +24,7 @@ from bench import (
     experts,
     experts_contenders,
     four_bits,
+    generate,
     kernels,
     language,
     llama,
@@ -250,6 +252,27 @@ def test_decoders_in_the_documents(decoders: dict) -> None:
     assert "| scheme | batch 2, eager | batch 2, compiled | prompt, eager | prompt, compiled |" in text
     assert text.count("\n| `bf16` | ") == 4 and text.count(" (1.00) |") >= 8
     assert "**tiny**, 2 layers, fused blocks" in text
+
+
+def test_an_unmodified_model_decodes_in_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(generate, "_FIRST", 2)
+    path = tmp_path / "generate.csv"
+    sizes = ["--model", "tiny", "--layers", "1", "--context", "16", "--steps", "40", "--backend", "eager"]
+    for schemes in (["bf16"], ["int8", "int8, bf16 head"]):
+        words = ["generate", "--device", "cpu", *sizes, "--schemes", *schemes]
+        generate.run(bench_command.make_parser().parse_args(words), path)
+    results = read(path)
+    rows = results["rows"]
+    schemes = ["bf16", "int8", "int8, bf16 head"]
+    assert [(row["scheme"], row["way"]) for row in rows] == [(s, way) for s in schemes for way in generate.WAYS]
+    assert all(row["tokens_s"] > 0 and row["first_s"] > 0 for row in rows)
+    weights = {row["scheme"]: row["weights_mib"] for row in rows}
+    assert weights["bf16"] > weights["int8, bf16 head"] > weights["int8"]
+    text = generate.render(results)
+    assert "**tiny**, batch 1: tokens/s (times bf16)" in text and "\n| `int8`, bf16 head | " in text
+    plots.draw_unmodified(results, tmp_path / "generate.svg")
+    assert "step compiled by hand" in (tmp_path / "generate.svg").read_text()
 
 
 def test_two_runs_of_decoders_become_one(decoders: dict) -> None:

@@ -1,0 +1,217 @@
+"""An unmodified transformers model under every scheme: tokens per second of ``generate()`` and of a compiled step.
+
+``python -m bench generate``. The weights are random, so nothing is downloaded. Three ways of decoding are measured:
+``generate()`` as it is, ``generate(cache_implementation="static")``, which transformers compiles on a GPU, and a
+decoding step that the user compiles by hand, with a static cache and CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import qao
+import torch
+from torch import Tensor, nn
+
+from .llama_model import COMMON, PRESETS, cache_keyword
+from .markdown import caption, table
+from .meta import describe, warn_if_busy
+from .result_files import earlier, write
+from .schemes import LAYER_SCHEMES, without_search
+
+BASELINE = "bf16"
+HEAD = "lm_head"
+CONTENDERS = (BASELINE, *sorted(LAYER_SCHEMES), *(f"{word}, bf16 head" for word in sorted(LAYER_SCHEMES)))
+CONTEXT = 512  # tokens of the prompt
+STEPS = 64  # timed tokens
+_FIRST = 16  # new tokens of the shorter call, which the time of the longer one is compared with
+_ROUNDS = 3
+# As in llama.py: rounding differs between eager and compiled steps. Unrelated results differ by 1.4.
+_MAX_DIFFERENCE = 0.7
+WAYS = {
+    "eager": "`generate()`",
+    "static": '`generate(cache_implementation="static")`',
+    "compiled": "step compiled by hand",
+}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", choices=list(PRESETS), default="llama-3.1-8b")
+    command.add_argument("--layers", type=int, metavar="N", help="instead of as many as the model has")
+    command.add_argument("--schemes", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    command.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    command.add_argument("--batch", type=int, default=1, metavar="B", help="sequences decoded")
+    command.add_argument("--context", type=int, default=CONTEXT, metavar="T", help="tokens of the prompt")
+    command.add_argument("--steps", type=int, default=STEPS, metavar="T", help="timed tokens")
+    command.add_argument("--backend", default="inductor", help="of torch.compile, for the step compiled by hand")
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Measure, print one line per case, and write the results after each of them."""
+    import transformers
+
+    meta = describe(arguments.device) | {"transformers": transformers.__version__, "context": arguments.context}
+    warn_if_busy(meta)
+    kept = {_key(row): row for row in earlier(path, meta)}
+    for word in arguments.schemes:
+        gc.collect()
+        torch._dynamo.reset()
+        model = _model(arguments, word)
+        about = {"model": arguments.model, "layers": model.config.num_hidden_layers, "scheme": word}
+        about |= {"batch": arguments.batch, "weights_mib": _mebibytes(model)}
+        torch.manual_seed(1)
+        ids = torch.randint(model.config.vocab_size, (arguments.batch, arguments.context), device=model.device)
+        expected: Tensor | None = None
+        for way in arguments.ways:
+            row, logits = _WAYS[way](model, ids, arguments)
+            expected = logits if expected is None else expected
+            _check(logits, expected, f"{word}, {way}")
+            row = about | {"way": way} | row
+            print(f"{word:<20} {way:<9} {row['tokens_s']:8.1f} tokens/s, first call {row['first_s']:.1f} s", flush=True)
+            kept[_key(row)] = row
+            with contextlib.redirect_stdout(io.StringIO()):
+                write({"meta": meta, "rows": list(kept.values())}, path)
+        del model
+    return {"meta": meta, "rows": list(kept.values())}
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "layers", "scheme", "batch", "way"))
+
+
+def _mebibytes(model: nn.Module) -> float:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**20
+
+
+def _model(arguments: argparse.Namespace, word: str) -> Any:
+    """A model as ``AutoModelForCausalLM`` makes it, then ``qao.quantize_``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    numbers = COMMON | PRESETS[arguments.model]
+    config = AutoConfig.for_model(**numbers | {"num_hidden_layers": arguments.layers or numbers["num_hidden_layers"]})
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model.generation_config.eos_token_id = None  # random weights may choose it
+    model.generation_config.pad_token_id = 0
+    kind, _, head = word.partition(", ")
+    if kind != BASELINE:
+        scheme = without_search(LAYER_SCHEMES[kind])
+        qao.quantize_(model, {HEAD: None, "re:.*": scheme} if head else scheme, progress=False)
+    return model
+
+
+# ---- three ways of decoding ------------------------------------------------------------------------------------------
+
+
+def _generate(
+    options: dict[str, Any], model: Any, ids: Tensor, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], Tensor]:
+    """Seconds of a token are those by which a longer call takes longer than a shorter one: both contain the prompt."""
+
+    def call(tokens: int, **more: Any) -> Any:
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens,
+            **options, **more,
+        )  # fmt: skip
+
+    first_s = _seconds(partial(call, _FIRST + arguments.steps), ids.device)  # first the longer: its cache serves both
+    call(_FIRST)
+    rounds = [
+        [_seconds(partial(call, _FIRST + more), ids.device) for more in (arguments.steps, 0)] for _ in range(_ROUNDS)
+    ]
+    long, short = (median(times) for times in zip(*rounds, strict=True))
+    logits = call(2, output_logits=True, return_dict_in_generate=True).logits[1]
+    return {"tokens_s": ids.shape[0] * arguments.steps / (long - short), "first_s": first_s}, logits
+
+
+def _compiled(model: Any, ids: Tensor, arguments: argparse.Namespace) -> tuple[dict[str, Any], Tensor]:
+    """A decoding step and the choice of the likeliest token in one compiled function."""
+    from transformers import StaticCache
+
+    keyword = cache_keyword(model)
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + (_ROUNDS + 1) * arguments.steps + _FIRST)
+    token = model(ids, **{keyword: cache}).logits[:, -1:].argmax(-1)
+
+    def step(token: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(token, **{keyword: cache}).logits[:, -1]
+        return logits.argmax(-1, keepdim=True), logits
+
+    mode = "reduce-overhead" if arguments.backend == "inductor" else None
+    compiled = torch.compile(step, mode=mode, fullgraph=True, backend=arguments.backend)
+    logits: list[Tensor] = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            chosen, here = compiled(token)
+            token.copy_(chosen)
+            if not logits:
+                logits.append(here.clone())
+
+    first_s = _seconds(partial(steps, 1), ids.device)
+    steps(_FIRST - 1)  # among them, those that record the CUDA graph
+    seconds = median(_seconds(partial(steps, arguments.steps), ids.device) for _ in range(_ROUNDS))
+    return {"tokens_s": ids.shape[0] * arguments.steps / seconds, "first_s": first_s}, logits[0]
+
+
+_WAYS: dict[str, Callable[..., tuple[dict[str, Any], Tensor]]] = {
+    "eager": partial(_generate, {}),
+    "static": partial(_generate, {"cache_implementation": "static"}),
+    "compiled": _compiled,
+}
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def _check(logits: Tensor, expected: Tensor, what: str) -> None:
+    """Whether the logits of the first decoded token are those of the first way."""
+    difference = ((logits.float() - expected.float()).norm() / expected.float().norm()).item()
+    if not difference < _MAX_DIFFERENCE:
+        raise RuntimeError(f"{what}: logits differ by {difference:.3g}")
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def render(results: dict[str, Any]) -> str:
+    """The Markdown of one results file: tokens per second by scheme and way, in relation to bfloat16."""
+    meta, rows = results["meta"], results["rows"]
+    cells = {(row["model"], row["batch"], row["scheme"], row["way"]): row for row in rows}
+    parts = [f"{caption(meta)}; transformers {meta['transformers']}, a prompt of {meta['context']} tokens."]
+    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
+        ways = [way for way in WAYS if any(row["way"] == way for row in mine)]
+        lines = []
+        for scheme, weights in {row["scheme"]: row["weights_mib"] for row in mine}.items():
+            speeds = _speeds(cells, model, batch, scheme, ways)
+            word, comma, head = scheme.partition(",")
+            lines.append([f"`{word}`{comma}{head}", f"{weights / 1024:.1f}", *speeds])
+        header = ["scheme", "weights GiB", *(WAYS[way] for way in ways)]
+        parts.append(f"**{model}**, batch {batch}: tokens/s (times {BASELINE})\n\n{table(header, lines)}")
+    return "\n\n".join(parts)
+
+
+def _speeds(cells: dict[Any, dict[str, Any]], model: str, batch: int, scheme: str, ways: list[str]) -> Iterator[str]:
+    for way in ways:
+        row, base = cells.get((model, batch, scheme, way)), cells.get((model, batch, BASELINE, way))
+        if row is None:
+            yield "–"
+        else:
+            yield f"{row['tokens_s']:.0f}" + (f" ({row['tokens_s'] / base['tokens_s']:.2f})" if base else "")
