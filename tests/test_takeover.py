@@ -113,6 +113,7 @@ def test_nothing_is_logged(loaded: tuple[dict[str, Any], str]) -> None:
 
 
 @CompressedTensors
+@pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 decompresses bfloat16 models to float16")
 def test_without_qao_the_names_match(root: Path, tmp_path: Path) -> None:
     """And the numbers are right, as far as the package rounds activations alike."""
     packed_zeros = ("int4", "int8_int4", "fp8_int4")  # transformers makes no room for them, and raises

@@ -191,7 +191,8 @@ def _make(
     else:
         dtype, (n, k) = dtype or weight.dtype, weight.shape if is_embedding(module) else linear_weight(module).shape
     device = torch.device("meta") if on_meta else weight.device
-    packed = scheme.empty(n, k, dtype=dtype, device=device) if first is None else first.packed
+    own = scheme.empty(n, k, dtype=dtype, device=device) if first is None or not first.needs_all else first.packed
+    packed = own if first is None else first.packed._replace(weight_sums=own.weight_sums, row_scales=own.row_scales)
     made: PackedModule
     if isinstance(module, QuantEmbedding):
         made = QuantEmbedding(n, k, scheme, packed, dtype, module.padding_idx, module.embed_scale)

@@ -459,7 +459,11 @@ def _config_layers(local: Path) -> Mapping[str, Scheme]:
 
 def _mismatched(cls: Any, config: Any, state: Mapping[str, LazyValue]) -> list[str]:
     """Tensors with another shape than in the float model. Some transformers versions ignore such mismatches."""
-    with torch.device("meta"):
+    import transformers.integrations.accelerate
+
+    # transformers 4 keeps buffers off meta, since some models read them when they are made.
+    empty = getattr(transformers.integrations.accelerate, "init_empty_weights", lambda: torch.device("meta"))
+    with empty():
         model = cls(copy.deepcopy(config))
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return [

@@ -309,7 +309,8 @@ def forget_config(model: Any) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     for one in _configs(model):
-        vars(one).pop("_is_quantized", None)
+        for name in ("_is_quantized", "_pre_quantization_dtype"):  # version 4 cannot write the latter into a file
+            vars(one).pop(name, None)
 
 
 def _configs(model: nn.Module) -> list[Any]:
