@@ -202,7 +202,7 @@ def test_dequantize_makes_a_float_model(floats: Path, tmp_path: Path) -> None:
     assert not hasattr(again.config, "quantization_config")
     assert torch.equal(support.run(again, "transformers"), support.run(model, "transformers"))
     if transformers.__version__ < "5":
-        return  # whose dequantize takes no dtype
+        return  # dequantize takes no dtype
     wide = load(floats, quantization_config=qao.QaoConfig(INT4)).dequantize(torch.float32)
     assert wide.lm_head.weight.dtype == torch.float32
     assert wide.half().lm_head.weight.dtype == torch.float16
