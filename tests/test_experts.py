@@ -313,6 +313,22 @@ def test_quantized_while_loading(make: Callable[[], Any], tmp_path: Path) -> Non
     assert any(isinstance(module, QuantExperts) for module in loaded.modules())
 
 
+@pytest.mark.filterwarnings("ignore:quantize_. these big weights stay")
+def test_each_projection_has_the_rotation_of_its_columns(tmp_path: Path) -> None:
+    model = made(qwen3_moe)  # 128 and 96 columns
+    model.save_pretrained(tmp_path)
+    scheme = qao.Int8DynamicActivationInt4Weight(group_size=32, rotation=128)
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=qao.QaoConfig(scheme))
+    report = qao.quantize_(model, scheme, progress=False)
+    reported = {row.name: row.scheme for row in report.rows}
+    for one in (model, loaded):
+        name, experts = next((name, module) for name, module in one.named_modules() if isinstance(module, QuantExperts))
+        schemes = {key: str(projection.scheme) for key, projection in experts.projections().items()}
+        assert schemes == {key: reported[f"{name}.{key}"] for key in schemes}
+        assert [projection.scheme.rotation for projection in (experts.up, experts.down)] == [128, 32]
+    assert torch.equal(logits(loaded), logits(model))
+
+
 def test_a_checkpoint_of_other_experts_is_refused(tmp_path: Path) -> None:
     qao.save(quantized(qwen3_moe), tmp_path / "own")
     other = transformers.Qwen3MoeForCausalLM(

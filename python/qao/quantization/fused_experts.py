@@ -101,23 +101,23 @@ def _key(layer: Layer) -> str:
 
 def replace(unit: list[Layer], device: torch.device | str | None) -> None:
     """Quantizes the experts of one layer and replaces them."""
-    origin: Any = unit[0].module
-    scheme = unit[0].scheme
-    assert scheme is not None
-    packed = {
-        _key(layer): quantize_projection(
-            origin._parameters[_key(layer)], scheme, origin.is_transposed, device, layer.row.name
-        )
-        for layer in unit
-    }
-    put(unit, {key: (scheme, weights) for key, weights in packed.items()})
+    put(unit, {_key(layer): _quantized_weight(layer, device) for layer in unit})
 
 
-def put(unit: list[Layer], packed: dict[str, tuple[Scheme, PackedWeight]]) -> None:
-    """Replaces one layer's experts by QuantExperts with these weights."""
-    experts = assemble(unit[0].module, packed)
+def _quantized_weight(layer: Layer, device: torch.device | str | None) -> PackedWeight:
+    origin: Any = layer.module
+    weight = origin._parameters[_key(layer)]
+    assert layer.scheme is not None
+    return quantize_projection(weight, layer.scheme, origin.is_transposed, device, layer.row.name)
+
+
+def put(unit: list[Layer], packed: dict[str, PackedWeight]) -> None:
+    """Replaces one layer's experts by QuantExperts with these weights, by projection name."""
+    # Each projection has its own scheme, because the size of its rotation depends on its number of columns.
+    schemes = {_key(layer): layer.scheme for layer in unit if layer.scheme is not None}
+    experts = assemble(unit[0].module, {key: (schemes[key], weights) for key, weights in packed.items()})
     for layer in unit:
-        layer.row.relative_error = packed[_key(layer)][1].relative_error
+        layer.row.relative_error = packed[_key(layer)].relative_error
     for layer in unit:
         layer.module = experts.projections()[_key(layer)]
     for parent, attribute in unit[0].places:
@@ -168,6 +168,6 @@ class Arriving:
             if come and len(come) < len(unit):
                 missing = next(layer.row.name for layer in unit if layer not in come)
                 raise ValueError(f"{missing}: missing in the checkpoint, which has {come[0].row.name}")
-            if come and unit[0].scheme is not None:
-                put(unit, {_key(layer): (unit[0].scheme, self._packed.pop(layer.row.name)) for layer in unit})
+            if come:
+                put(unit, {_key(layer): self._packed.pop(layer.row.name) for layer in unit})
         self._units, self.pending = [], {}
