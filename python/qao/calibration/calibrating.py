@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._words import METHODS as METHODS
-from ..nn.eligibility import is_linear
-from ..nn.linear import linear_weight, pack
+from ..nn.linear import pack_weight
 from ..nn.packed_module import Sharded
 from ..ops import modes
-from ..quantization import auto_group_size, fused_experts, quantize, targets
+from ..quantization import auto_group_size, fused_experts, quantize
 from ..quantization.callbacks import layer_filter
 from ..quantization.module_swap import put_module
 from ..quantization.report import Report
+from ..quantization.walk import Layer
 from ..schemes import PackedWeight, Scheme
 from .choice import quantized
 from .gptq import damping_of
@@ -25,7 +25,7 @@ from .scaling import smooth
 from .statistics import Inputs
 from .stream import Blocks, Call, called, check_first, evaluating, find_blocks, samples_of
 
-Unit = list[targets.Layer]
+Unit = list[Layer]
 
 UNREACHED = "the data did not reach it; rounded to nearest"
 
@@ -126,7 +126,7 @@ def calibrate(
     return report
 
 
-def _check_schemes(layers: list[targets.Layer]) -> None:
+def _check_schemes(layers: list[Layer]) -> None:
     for layer in layers:
         if layer.scheme is not None and layer.scheme.weights == "fp4":
             raise ValueError(
@@ -152,9 +152,9 @@ def _choose_groups(model: nn.Module, calls: list[Call], units: list[Unit], dampi
     auto_group_size.assign(units, [errors.get(id(unit), {}) for unit in units])
 
 
-def _group_errors(layer: targets.Layer, hessian: Tensor | None, damping: float) -> auto_group_size.Errors:
+def _group_errors(layer: Layer, hessian: Tensor | None, damping: float) -> auto_group_size.Errors:
     assert layer.scheme is not None
-    weight, name = linear_weight(layer.module), layer.row.name
+    weight, name = layer.weight, layer.row.name
     if hessian is None:
         return auto_group_size.weight_errors(weight, layer.scheme, name, None)
     importance = (hessian.diagonal() + damping_of(hessian, damping)).float()
@@ -206,7 +206,7 @@ def _inputs(
 def _with_one_input(units: list[Unit], inputs: Inputs) -> list[list[Unit]]:
     groups: dict[Any, list[Unit]] = {}
     for unit in units:
-        weight = linear_weight(unit[0].module)
+        weight = unit[0].weight
         key = tuple(inputs.key(module) for module in _linears([unit]))
         groups.setdefault((key, unit[0].scheme, weight.shape[1], weight.dtype, weight.device), []).append(unit)
     return list(groups.values())
@@ -226,7 +226,7 @@ def _by_block(blocks: Blocks | None, units: list[Unit]) -> list[list[Unit]]:
 
 
 def _linears(units: Iterable[Unit]) -> list[nn.Module]:
-    return [layer.module for unit in units for layer in unit if is_linear(layer.module)]
+    return [layer.module for unit in units for layer in unit if layer.is_linear]
 
 
 def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, damping: float, rounds: int) -> None:
@@ -237,9 +237,9 @@ def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, dampi
     made: list[tuple[PackedWeight, float | None, float | None]]
     if hessian is None:
         note = UNREACHED
-        made = [(pack(layer.module, scheme, None, layer.row.name), None, None) for layer in firsts]
+        made = [(pack_weight(layer.weight, scheme, None, layer.row.name), None, None) for layer in firsts]
     else:
-        weights = [linear_weight(layer.module) for layer in firsts]
+        weights = [layer.weight for layer in firsts]
         made = [*quantized(weights, hessian, scheme, damping, names, rounds)]
     for unit, (packed, error, of_nearest) in zip(units, made, strict=True):
         if error is not None and not math.isfinite(error):

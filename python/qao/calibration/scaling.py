@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..nn.eligibility import is_linear
 from ..nn.linear import linear_weight
 from ..ops import modes
-from ..quantization.targets import Layer
+from ..quantization.walk import Layer
 from .stream import Call, called
 
 _STRENGTH = 0.5  # migration strength alpha: fraction of the activation range moved to the weights

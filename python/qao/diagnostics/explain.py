@@ -15,6 +15,7 @@ from ..nn.linear import QuantLinear
 from ..quantization import targets
 from ..quantization.report import common_name, table
 from ..quantization.rules import selector
+from ..quantization.walk import walk
 from ..schemes import Int8WeightOnly
 from .compile_report import Call, Compilation, compiled
 
@@ -124,15 +125,13 @@ def _call(model: nn.Module, arguments: tuple[Any, ...] | Mapping[str, Any], kwar
 
 def _unquantized(model: nn.Module) -> dict[str, str]:
     """Why linear layers are not QuantLinears, according to ``quantize_`` with one scheme for the whole model."""
-    select = selector(model, Int8WeightOnly())
-    layers = targets.find_layers(model)
-    for layer in layers:
-        targets.decide(layer, select, None)
-    targets.resolve_tied_weights(model, layers, targets.find_embeddings(model), False)
+    found = walk(model)
+    targets.decide(found, selector(found, Int8WeightOnly()), None)
+    targets.resolve_tied_weights(found, False)
     return {
         layer.row.name: "though it could be" if layer.scheme else layer.row.note or layer.row.status
-        for layer in layers
-        if not isinstance(layer.module, QuantLinear)
+        for layer in found.linears
+        if not layer.already_quantized
     }
 
 

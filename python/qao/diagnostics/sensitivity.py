@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..nn.linear import QuantLinear, linear_weight, pack_weight
+from ..nn.linear import QuantLinear, pack_weight
 from ..ops import modes
 from ..quantization import auto_group_size, quantize
 from ..quantization.callbacks import layer_filter
 from ..quantization.module_swap import put_module
-from ..quantization.targets import Layer
+from ..quantization.walk import Layer
 from ..schemes import Scheme
 from .perplexity import log_probabilities, mean_and_error, windows
 
@@ -89,7 +89,7 @@ def by_layer(
     if not units:
         raise ValueError("by_layer: the scheme quantizes no layer of this model")
     for unit in units:
-        if linear_weight(unit[0].module).is_meta:
+        if unit[0].weight.is_meta:
             raise ValueError(f"by_layer: {unit[0].row.name} is on meta, so the model cannot run. Load it first.")
     importance = quantize.importance_of(planned.layers)
     if any(auto_group_size.is_auto(unit[0].scheme) for unit in units):
@@ -122,7 +122,7 @@ def by_layer(
 def _quantized(unit: list[Layer], importance: Tensor | None) -> tuple[QuantLinear, float | None]:
     first = unit[0]
     assert first.scheme is not None
-    packed = pack_weight(linear_weight(first.module), first.scheme, None, first.row.name, importance)
+    packed = pack_weight(first.weight, first.scheme, None, first.row.name, importance)
     return QuantLinear.from_packed(first.module, first.scheme, packed).eval(), packed.relative_error
 
 

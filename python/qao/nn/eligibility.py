@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,16 @@ SHARDED = (
     "it is sharded (fully_shard, FSDP, tensor parallelism): quantize first, then call fully_shard, because "
     "FullyShardedDataParallel does not support integers, or parallelize_module with the styles of qao.distributed"
 )
+
+Kind = Literal["linear", "conv1d", "embedding", "experts"]
+
+# Parents that read the weight of these children instead of calling them.
+_READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.MultiheadAttention: ("out_proj",),
+    nn.TransformerEncoderLayer: ("linear1", "linear2"),
+}
+# The same by class name, because the library is optional: RWKV rescales these weights in place.
+_WRITTEN_BY_MODEL = {"RwkvSelfAttention": ("output",), "RwkvFeedForward": ("value",)}
 
 _EXPERTS_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
@@ -40,20 +51,38 @@ def unsupported_reason(module: nn.Module, scheme: Scheme | None = None) -> Unsup
         module: a linear layer, an embedding or fused experts, in float; or a quantized layer, to be made float.
         scheme: if given, an embedding must also support it.
     """
-    reason: str | None
+    kind = kind_of(module)
     if isinstance(module, PackedModule):
         reason = _attached(module)
-    elif is_linear(module):
-        reason = _linear(module)
-    elif is_embedding(module):
-        reason = _embedding(module)
-        if reason is None and scheme is not None:
-            return unsupported_for_embeddings(scheme)
-    elif is_fused(module):
-        reason = _fused_experts(module)
-    else:
+    elif kind is None:
         reason = f"it is a {type(module).__name__}, not a linear layer, an embedding or fused experts"
+    else:
+        reason = _CHECKS[kind](module)
+    if reason is None and kind == "embedding" and scheme is not None:
+        return unsupported_for_embeddings(scheme)
     return None if reason is None else Unsupported(reason)
+
+
+def unsupported_place(places: Sequence[tuple[nn.Module, str]], in_fsdp: bool) -> Unsupported | None:
+    """Why a layer cannot be replaced where it is; None if it can.
+
+    Args:
+        places: its parents, each with the attribute that holds the layer.
+        in_fsdp: its weight is part of a flat parameter of FullyShardedDataParallel.
+    """
+    for parent, attribute in places:
+        if attribute in _read_by(parent):
+            return Unsupported(f"{type(parent).__name__} reads or writes its weight itself")
+    if in_fsdp:
+        return Unsupported(SHARDED)
+    if any(type(parent).__name__ == "OptimizedModule" for parent, _ in places):
+        return Unsupported("torch.compile was called on it and keeps it: quantize first, then compile")
+    return None
+
+
+def _read_by(parent: nn.Module) -> tuple[str, ...]:
+    named = _WRITTEN_BY_MODEL.get(type(parent).__name__, ())
+    return next((names for kind, names in _READ_BY_PARENT.items() if isinstance(parent, kind)), named)
 
 
 def unsupported_for_embeddings(scheme: Scheme) -> Unsupported | None:
@@ -80,14 +109,21 @@ def unsupported_bias(bias: Tensor, n: int) -> Unsupported | None:
 # ---- kinds of modules ------------------------------------------------------------------------------------------------
 
 
+def kind_of(module: nn.Module) -> Kind | None:
+    """The kind of a module in float that ``quantize_`` knows; None for other modules and quantized ones."""
+    if isinstance(module, nn.Linear):
+        return "linear"
+    # By name, because transformers is optional.
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        return "conv1d"
+    if isinstance(module, nn.Embedding):  # not nn.EmbeddingBag
+        return "embedding"
+    return "experts" if is_fused(module) else None
+
+
 def is_linear(module: nn.Module) -> bool:
     """True for nn.Linear, its subclasses, and transformers' Conv1D (GPT-2), a linear layer with weight [K, N]."""
-    return isinstance(module, nn.Linear) or _is_conv1d(module)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    # By name, because transformers is optional.
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    return kind_of(module) in ("linear", "conv1d")
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -219,3 +255,6 @@ def _attached(module: nn.Module) -> str | None:
     if "fsdp" in repr(hooks).lower():
         return SHARDED
     return f"it has {', '.join(hooks)}, which would be lost" if hooks else None
+
+
+_CHECKS = {"linear": _linear, "conv1d": _linear, "embedding": _embedding, "experts": _fused_experts}

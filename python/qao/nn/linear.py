@@ -118,11 +118,11 @@ class QuantLinear(PackedModule):
             raise TypeError(f"QuantLinear: {name} must be an nn.Linear, not {type(linear).__name__}")
         if unsupported := unsupported_reason(linear):
             raise ValueError(f"QuantLinear: {name} cannot be quantized: {unsupported}")
-        return cls.from_packed(linear, scheme, pack(linear, scheme, device, name))
+        return cls.from_packed(linear, scheme, pack_weight(linear_weight(linear), scheme, device, name))
 
     @classmethod
     def from_packed(cls, linear: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantLinear:
-        """The layer that replaces ``linear``, with a weight from ``pack``."""
+        """The layer that replaces ``linear``, with a weight from ``pack_weight``."""
         weight = linear_weight(linear)
         out_features, in_features = weight.shape
         bias = kernel_bias(linear._parameters["bias"], packed.qweight.device)
@@ -207,16 +207,11 @@ class QuantLinear(PackedModule):
         )
 
 
-def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, name: str) -> PackedWeight:
-    """Quantizes the weight of a linear module on ``device`` (None: its device); on meta it only makes shapes."""
-    return pack_weight(linear_weight(linear), scheme, device, name)
-
-
 @modes.neutral()
 def pack_weight(
     weight: Tensor, scheme: Scheme, device: torch.device | str | None, name: str, importance: Tensor | None = None
 ) -> PackedWeight:
-    """``pack`` for a weight [N, K]."""
+    """Quantizes a weight [N, K] on ``device`` (None: its device); on meta it only makes shapes."""
     if not weight.is_meta:
         return scheme.quantize(weight if device is None else weight.to(device), name, importance)
     if device is not None and torch.device(device).type != "meta":

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..nn.linear import linear_weight
 from ..quant_primitives.importance import checked_importance, estimate_importance
 from ..schemes import GROUP_SIZES, Int4Weight, Scheme
-from .targets import Layer, byte_count
+from .walk import Layer, byte_count
 
 
 class Option(NamedTuple):
@@ -95,7 +94,7 @@ def measured(
             found.append({})
             continue
         assert layer.scheme is not None
-        name, weight = layer.row.name, linear_weight(layer.module)
+        name, weight = layer.row.name, layer.weight
         if weight.is_meta:
             raise ValueError(
                 f"quantize_: {name} is on meta, and group_size='auto' needs the values. Load the model first, or "

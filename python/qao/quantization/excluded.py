@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
-from torch.nn.parameter import is_lazy
-
-from ..nn.eligibility import is_linear
-from ..nn.linear import linear_weight
-from ..nn.packed_module import PackedModule
 
 _REMEDY = "name it in a dict of schemes to quantize it"
 ROUTER = f"a router: its errors send tokens to other experts; {_REMEDY}"
@@ -18,20 +13,11 @@ ONE_OUTPUT = f"it has a single output, so quantizing saves nothing; {_REMEDY}"
 _GATES = {"gate", "gating", "moe_gate", "expert_gate", "shared_expert_gate"}
 
 
-def excluded_by_default(model: nn.Module) -> dict[str, str]:
-    """Reasons for the excluded layers by name, without already quantized ones."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found = {}
-    for name, module in modules.items():
-        weight = module._parameters.get("weight")
-        if not is_linear(module) or isinstance(module, PackedModule) or weight is None or is_lazy(weight):
-            continue
-        shape = tuple(linear_weight(module).shape)
-        if is_router(name, shape, modules):
-            found[name] = ROUTER
-        elif shape[:1] == (1,):
-            found[name] = ONE_OUTPUT
-    return found
+def reason_to_exclude(name: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> str | None:
+    """Why the linear layer ``name`` with a weight [N, K] is excluded by default; None if it is not."""
+    if is_router(name, shape, modules):
+        return ROUTER
+    return ONE_OUTPUT if shape[:1] == (1,) else None
 
 
 def is_router(name: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> bool:

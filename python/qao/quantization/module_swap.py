@@ -10,11 +10,6 @@ _COMPILED = "_orig_mod."  # prefix that torch.compile(module) adds to tensor nam
 _WRAPPED = "module."  # prefix that nn.DataParallel and DistributedDataParallel add
 
 
-def places_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Every parent and attribute name of a module."""
-    return [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is module]
-
-
 def put_module(parent: nn.Module, attribute: str, module: nn.Module) -> None:
     """``setattr(parent, attribute, module)``, which also replaces the old module in plain lists and dicts.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..nn.eligibility import is_linear
 from ..nn.embedding import QuantEmbedding, rename_ties
 from ..nn.experts import QuantProjection
-from ..nn.linear import QuantLinear, linear_weight, pack, pack_weight
+from ..nn.linear import QuantLinear, pack_weight
 from ..nn.packed_module import PackedModule, Sharded
 from ..ops import modes
 from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
@@ -24,6 +24,7 @@ from .callbacks import layer_filter
 from .module_swap import put_module
 from .report import Report, Row
 from .rules import Selection, alike, selector
+from .walk import Layer, Walk, packed_bytes, walk
 
 
 @modes.neutral()
@@ -103,9 +104,9 @@ class Plan:
     """Decisions for each layer of a model, before any change."""
 
     model: nn.Module
-    layers: list[targets.Layer]  # with their report rows
-    pending: list[targets.Layer]  # to be quantized
-    experts: list[list[targets.Layer]]  # projections of experts to be quantized, grouped by module
+    layers: list[Layer]  # with their report rows
+    pending: list[Layer]  # to be quantized
+    experts: list[list[Layer]]  # projections of experts to be quantized, grouped by module
     report: Report
 
     def settle(self) -> None:
@@ -137,22 +138,19 @@ def plan(
             f"quantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "
             "`model = qao.QuantLinear.from_linear(model, scheme)`."
         )
-    select = selector(model, scheme)
-    layers = targets.find_layers(model)
-    for layer in layers:
-        targets.decide(layer, select, filter_fn)
-    readers = targets.find_embeddings(model)
-    targets.resolve_tied_weights(model, layers, readers, embeddings)
+    found = walk(model)
+    select = selector(found, scheme)
+    targets.decide(found, select, filter_fn)
+    targets.resolve_tied_weights(found, embeddings)
     # A function handles only linear layers, so it is not called for other weights.
     asked = select if isinstance(scheme, Mapping) else None
-    experts = fused_experts.find(model, select, filter_fn)
-    own = [layer for unit in experts for layer in unit]
-    untouched = list(targets.find_untouched(model, [*layers, *own], asked))
+    untouched = list(targets.find_untouched(found, asked))
 
-    again = _asked_again(model, [*layers, *own], select, filter_fn)
-    parameters = targets.count_parameters(model)
-    pending = [layer for layer in (*layers, *readers) if layer.scheme is not None]
-    layers += own
+    again = _asked_again(found, select, filter_fn)
+    parameters = targets.count_parameters(found)
+    readers, experts = found.embeddings, found.experts
+    pending = [layer for layer in (*found.linears, *readers) if layer.scheme is not None]
+    layers = [*found.linears, *(layer for unit in experts for layer in unit)]
     layers += [layer for layer in readers if embeddings or layer.row.status != "kept" or _was_asked_for(layer.tied_to)]
     report = Report(parameters, 0, [*(layer.row for layer in layers), *untouched])
     targets.check_device(model, device)
@@ -167,12 +165,13 @@ def plan(
     experts = [unit for unit in experts if all(layer.scheme is not None for layer in unit)]
     _complain_of_other_schemes(again, bool(pending or experts) and not strict)
     for unit in experts:
-        fused_experts.check(unit, device)
+        for layer in unit:
+            _check_weight(layer, device)
     _complain(report, strict)
     return Plan(model, layers, pending, experts, report)
 
 
-def units_of(pending: list[targets.Layer]) -> list[list[targets.Layer]]:
+def units_of(pending: list[Layer]) -> list[list[Layer]]:
     """Layers that share a weight, which are replaced together or not at all; the first of each list owns it."""
     units = {id(layer): [layer] for layer in pending if layer.tied_to is None}
     for layer in pending:
@@ -181,7 +180,7 @@ def units_of(pending: list[targets.Layer]) -> list[list[targets.Layer]]:
     return list(units.values())
 
 
-def put(unit: list[targets.Layer], packed: PackedWeight) -> None:
+def put(unit: list[Layer], packed: PackedWeight) -> None:
     """Replaces layers that share a weight by quantized ones."""
     first, *others = unit
     assert first.scheme is not None
@@ -205,26 +204,24 @@ def put(unit: list[targets.Layer], packed: PackedWeight) -> None:
 
 
 def _asked_again(
-    model: nn.Module,
-    layers: list[targets.Layer],
+    found: Walk,
     select: Selection,
     filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> list[Row]:
     """Rows of already quantized layers for which ``select`` has a scheme of another kind; adds a note to them."""
-    found = []
-    for layer in layers:
+    rows = []
+    for layer in (*found.linears, *(layer for unit in found.experts for layer in unit)):
         row, module = layer.row, layer.module
-        if row.status != "already quantized" or not isinstance(module, PackedModule) or row.name in select.excluded:
+        if not isinstance(module, PackedModule):
             continue
-        name = row.name.rpartition(".")[0] if isinstance(module, QuantProjection) else row.name
-        owner = model.get_submodule(name)
-        scheme = select(name, owner)
-        if scheme is None or alike(module.scheme, scheme.fitted(module._sizes[1])):
+        owner = found.modules[layer.name]
+        scheme = select(layer.name, owner)
+        if scheme is None or alike(module.scheme, scheme.fitted(row.shape[-1])):
             continue
-        if filter_fn is None or filter_fn(owner, name):
+        if filter_fn is None or filter_fn(owner, layer.name):
             row.note = f"requested as {scheme}, but already quantized"
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
@@ -242,20 +239,23 @@ def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
     warnings.warn(message, stacklevel=5)
 
 
-def _was_asked_for(layer: targets.Layer | None) -> bool:
+def _was_asked_for(layer: Layer | None) -> bool:
     return layer is not None and layer.row.status == "left"
 
 
-def _check_weight(layer: targets.Layer, device: torch.device | str | None) -> None:
+def _check_weight(layer: Layer, device: torch.device | str | None) -> None:
     """Raises the errors of quantization up front."""
     assert layer.scheme is not None
-    weight = linear_weight(layer.module)
+    weight = layer.weight
     if weight.is_meta:
         return
     largest = check_finite(weight, layer.row.name)
     # No scale exceeds the largest weight. If that is near the limit of scales, only a trial shows an overflow.
     if largest > torch.finfo(layer.scheme.scale_dtype_of(weight.dtype)).max / 4:
-        pack(layer.module, auto_group_size.fixed(layer.scheme, -1), device, layer.row.name)
+        if layer.kind == "experts":
+            fused_experts.pack(layer, weight, device)
+        else:
+            pack_weight(weight, auto_group_size.fixed(layer.scheme, -1), device, layer.row.name)
 
 
 def _complain(report: Report, strict: bool) -> None:
@@ -280,23 +280,23 @@ def _complain(report: Report, strict: bool) -> None:
         warnings.warn("quantize_: " + "\n".join(messages), stacklevel=5)
 
 
-def importance_of(layers: list[targets.Layer]) -> dict[str, Tensor]:
+def importance_of(layers: list[Layer]) -> dict[str, Tensor]:
     """Importance of int4 layers, estimated from other layers' float weights before these are quantized, by name."""
-    named = {layer.row.name: layer.module for layer in layers if layer.kind == "linear" and layer.scheme is not None}
+    named = {layer.row.name: layer for layer in layers if layer.is_linear and layer.scheme is not None}
     found = {}
     for layer in layers:
         name, others = layer.row.name, importance_sources(layer.row.name)
-        weights = [linear_weight(named[other]) for other in others if other in named]
+        weights = [named[other].weight for other in others if other in named]
         searched = isinstance(layer.scheme, Int4Weight) and layer.scheme.clip_search
         if not (searched and weights) or len(weights) < len(others) or any(weight.is_meta for weight in weights):
             continue
         parts = [importance_part(weight, name) for weight in weights]
-        found[name] = inferred_importance(parts, linear_weight(layer.module).shape[1])
+        found[name] = inferred_importance(parts, layer.weight.shape[1])
     return {name: importance for name, importance in found.items() if importance is not None}
 
 
 def _replace(
-    units: list[list[targets.Layer]],
+    units: list[list[Layer]],
     importance: Mapping[str, Tensor],
     device: torch.device | str | None,
     progress: bool,
@@ -312,7 +312,7 @@ def _replace(
             if first.kind == "experts":
                 fused_experts.replace(unit, device)
             else:
-                put(unit, pack_weight(linear_weight(first.module), first.scheme, device, name, importance.get(name)))
+                put(unit, pack_weight(first.weight, first.scheme, device, name, importance.get(name)))
             done += len(unit)
     except BaseException as error:
         warnings.warn(
@@ -323,11 +323,11 @@ def _replace(
         raise
 
 
-def _finish_row(layer: targets.Layer) -> None:
+def _finish_row(layer: Layer) -> None:
     module, row = layer.module, layer.row
     if not isinstance(module, PackedModule):
         return
-    row.bytes_after = 0 if layer.tied_to else targets.packed_bytes(module)
+    row.bytes_after = 0 if layer.tied_to else packed_bytes(module)
     if isinstance(module, QuantEmbedding):
         row.kernel = f"{module.scheme.weights}_embedding"
         return

@@ -10,10 +10,9 @@ from functools import partial
 from torch import nn
 
 from .. import _words
-from ..nn.eligibility import is_linear
 from ..schemes import Int4Weight, Scheme
 from .callbacks import by_name_and_module
-from .excluded import excluded_by_default
+from .walk import Walk
 
 Select = Callable[[str, nn.Module], Scheme | None]
 
@@ -32,7 +31,7 @@ class Selection:
         return chosen
 
 
-def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Select) -> Selection:
+def selector(found: Walk, scheme: Scheme | Mapping[str, Scheme | None] | Select) -> Selection:
     if isinstance(scheme, type) or not (isinstance(scheme, (Scheme, Mapping)) or callable(scheme)):
         own = isinstance(scheme, type) and issubclass(scheme, Scheme)
         hint = f"; did you mean {scheme.__name__}()?" if own else _words.hint(scheme)
@@ -40,18 +39,18 @@ def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Se
             "quantize_: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, or a "
             f"function of name and module, not {scheme!r}{hint}"
         )
+    kept = {layer.row.name: layer.excluded for layer in found.linears if layer.excluded is not None}
     if isinstance(scheme, Scheme):
-        return Selection(lambda name, module: scheme, excluded_by_default(model))
+        return Selection(lambda name, module: scheme, kept)
     if not isinstance(scheme, Mapping):
         return Selection(by_name_and_module(scheme, "quantize_: scheme"), {})
-    modules = dict(model.named_modules(remove_duplicate=False))
     for key in scheme:
-        if not any(matches(key, name) for name in modules):
+        if not any(matches(key, name) for name in found.modules):
             raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
-    kept = excluded_by_default(model)
     # A key that also matches other layers does not select these layers; a key for only these does.
-    others = [name for name, module in modules.items() if is_linear(module) and name not in kept] if kept else []
-    for_all = {key for key in scheme if any(matches(key, name) for name in others)}
+    others = [layer.row for layer in found.linears if not (layer.excluded or layer.already_quantized)] if kept else []
+    names = [name for row in others for name in (row.name, *row.aliases)]
+    for_all = {key for key in scheme if any(matches(key, name) for name in names)}
     kept = {name: why for name, why in kept.items() if _first_key(scheme, name) in for_all}
     return Selection(partial(_first_match, scheme), kept)
 

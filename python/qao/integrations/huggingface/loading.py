@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 from ...nn import marker
 from ...nn.eligibility import is_fused
 from ...nn.experts import QuantExperts
-from ...nn.linear import QuantLinear, linear_weight, pack_weight
+from ...nn.linear import QuantLinear, pack_weight
 from ...nn.marker import Marker
 from ...nn.packed_module import PackedModule
 from ...quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ...quantization import targets
 from ...quantization.auto_group_size import is_auto
-from ...quantization.fused_experts import Arriving, find
+from ...quantization.fused_experts import Arriving
 from ...quantization.module_swap import put_module
 from ...quantization.quantize import quantize_
 from ...quantization.report import Row
 from ...quantization.rules import matches, selector
 from ...quantization.skeleton import Undo, make_room, undo
+from ...quantization.walk import Layer, walk
 from ...schemes import SCHEMES, Int4Weight, Scheme
 from .config import QaoConfig
 from .tensor_parallel import Sharding
@@ -47,12 +49,12 @@ class Loader:
     def __init__(self, config: QaoConfig, pre_quantized: bool) -> None:
         self.config = config
         self.pre_quantized = pre_quantized
-        self.pending: dict[str, targets.Layer] = {}
+        self.pending: dict[str, Layer] = {}
         self.experts = Arriving()
         self.dtypes: dict[str, torch.dtype] = {}
         self._parts: dict[tuple[str, str], Tensor] = {}  # importance by target layer and source layer
         self._targets: dict[str, list[str]] = {}  # target layers by source layer
-        self._waiting: dict[str, list[targets.Layer]] = {}  # layers that wait for another layer's weight, by its name
+        self._waiting: dict[str, list[Layer]] = {}  # layers that wait for another layer's weight, by its name
         self.hidden: set[str] = set()
         self._schemes: dict[str, Scheme] = {}  # by layer name, once the model is known
         self._hook: Any = None
@@ -211,15 +213,12 @@ class Loader:
     def _plan(self, model: nn.Module, tied: set[str]) -> None:
         """Select weights to quantize on arrival: those of a single linear layer. The rest follows at the end."""
         assert self.config.scheme is not None
-        select = selector(model, self.config.scheme)
+        found = walk(model)
         keep = _filter_fn(model, self.config.modules_to_not_convert)
         self._late = (nn.Linear, nn.Embedding) if self.config.embeddings else ()
-        users: dict[int, int] = {}
-        for module in model.modules():
-            for parameter in module._parameters.values():
-                users[id(parameter)] = users.get(id(parameter), 0) + 1
-        for layer in targets.find_layers(model):
-            targets.decide(layer, select, keep)
+        users = Counter(id(parameter) for _, _, parameter in found.parameters)
+        targets.decide(found, selector(found, self.config.scheme), keep)
+        for layer in found.linears:
             names = [f"{name}.weight" for name in (layer.row.name, *layer.row.aliases)]
             alone = users[id(layer.module._parameters.get("weight"))] == 1 and not tied.intersection(names)
             if is_auto(layer.scheme):  # needs all weights
@@ -229,7 +228,7 @@ class Loader:
                 if isinstance(layer.scheme, Int4Weight) and layer.scheme.clip_search:
                     for other in importance_sources(layer.row.name):
                         self._targets.setdefault(other, []).append(layer.row.name)
-        self.experts = Arriving(find(model, select, keep))
+        self.experts = Arriving(found.experts)
 
     def takes(self, name: str) -> bool:
         return name in self.pending or name in self.experts.pending
@@ -256,7 +255,7 @@ class Loader:
             del self.pending[other]
         name = layer.row.name
         for target in self._targets.pop(name, []):
-            self._parts[target, name] = importance_part(linear_weight(layer.module), target)
+            self._parts[target, name] = importance_part(layer.weight, target)
         for ready in (layer, *self._waiting.pop(name, [])):
             missing = [other for other in importance_sources(ready.row.name) if f"{other}.weight" in self.pending]
             if missing and isinstance(ready.scheme, Int4Weight):
@@ -264,9 +263,9 @@ class Loader:
             else:
                 self._replace(ready)
 
-    def _replace(self, layer: targets.Layer) -> None:
+    def _replace(self, layer: Layer) -> None:
         assert layer.scheme is not None
-        name, weight, others = layer.row.name, linear_weight(layer.module), importance_sources(layer.row.name)
+        name, weight, others = layer.row.name, layer.weight, importance_sources(layer.row.name)
         parts = [self._parts.pop((name, other)) for other in others if (name, other) in self._parts]
         importance = inferred_importance(parts, weight.shape[1]) if len(parts) == len(others) else None
         packed = pack_weight(weight, layer.scheme, None, name, importance)

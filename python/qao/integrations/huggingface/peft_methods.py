@@ -366,7 +366,7 @@ def _counting(theirs: Any) -> Any:
 
     def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
         trained, total = theirs(self)
-        return trained, total + uncounted(self)
+        return trained, total + uncounted(self.modules())
 
     return get_nb_trainable_parameters
 

@@ -109,7 +109,7 @@ def _tell_count(base: Any) -> None:
 
     def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         counted: int = theirs(self, only_trainable, exclude_embeddings)
-        return counted if only_trainable else counted + targets.uncounted(self, exclude_embeddings)
+        return counted if only_trainable else counted + targets.uncounted(self.modules(), exclude_embeddings)
 
     base.num_parameters = functools.wraps(theirs)(num_parameters)
     base.num_parameters.__module__ = __name__

@@ -20,7 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from ...checkpoints import native
 from ...nn import marker
 from ...nn.packed_module import PackedModule
-from ...quantization import targets
+from ...quantization.walk import byte_count
 from ..wrapping import wrap
 from .config import QaoConfig
 from .loading import Loader
@@ -125,7 +125,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
             return param.element_size()
         *experts, n, k = layer.row.shape
         packed = layer.scheme.empty(n, k, dtype=param.dtype, device="meta", experts=experts[0] if experts else None)
-        return targets.byte_count(*(t for t in packed.tensors().values() if t is not None)) / max(1, param.numel())
+        return byte_count(*(t for t in packed.tensors().values() if t is not None)) / max(1, param.numel())
 
     # ---- while they arrive: version 4
 
