@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..nn.eligibility import is_embedding, is_fused, is_linear, projections_of, unsupported_reason
+from ..nn.eligibility import is_embedding, is_fused, kind_of, projections_of, unsupported_reason
 from ..nn.embedding import QuantEmbedding, rename_ties
 from ..nn.experts import QuantExperts, expert_sizes
-from ..nn.linear import QuantLinear, class_of_linear, kernel_bias, linear_weight
+from ..nn.linear import QuantLinear, class_of_linear, kernel_bias
 from ..nn.packed_module import PackedModule
 from ..schemes import Int4Weight, Scheme
 from . import fused_experts
@@ -77,9 +77,9 @@ def make_room(
             )
         if id(module) in successors:
             continue
-        weight = _weight_of(name, module, (sizes or {}).get(name))
+        weight, dtype, size = _weight_of(name, module, (sizes or {}).get(name))
         first = owners.get((id(weight), scheme))
-        made = _make(module, weight, scheme, first, (dtypes or {}).get(name), on_meta)
+        made = _make(module, weight, size, (dtypes or {}).get(name, dtype), scheme, first, on_meta)
         if first is not None:
             made.tie(first)
         owners.setdefault((id(weight), scheme), made)
@@ -157,39 +157,40 @@ def undo(done: Undo) -> None:
         put_module(parent, attribute, module)
 
 
-def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> torch.Tensor:
+def _weight_of(
+    name: str, module: nn.Module, size: tuple[int, int] | None
+) -> tuple[torch.Tensor, torch.dtype, tuple[int, int]]:
+    """The Parameter that the checkpoint's weight replaces, with the dtype and [N, K] of the float weight."""
+    kind = kind_of(module)
     if isinstance(module, PackedModule):
-        weight: torch.Tensor = module.qweight
-        shape = module._sizes
-    elif is_embedding(module) or is_linear(module):
+        found = module.qweight, module.dtype, module._sizes
+    elif kind in ("linear", "conv1d", "embedding"):
         if unsupported := unsupported_reason(module):
             raise ValueError(
                 f"{name}: the checkpoint has a quantized layer here, which cannot be replaced: {unsupported}"
             )
-        weight = module._parameters["weight"]  # type: ignore[assignment]
-        n, k = weight.shape if is_embedding(module) else linear_weight(module).shape
-        shape = n, k
+        weight: Any = module._parameters["weight"]
+        n, k = weight.shape
+        found = weight, weight.dtype, (k, n) if kind == "conv1d" else (n, k)
     else:
         raise ValueError(f"{name}: the checkpoint has a quantized layer, but the model has a {type(module).__name__}")
-    if size is not None and tuple(size) != tuple(shape):
+    if size is not None and tuple(size) != found[2]:
         raise ValueError(
-            f"{name}: the checkpoint has a weight {list(size)}, but the model has {list(shape)}: another model?"
+            f"{name}: the checkpoint has a weight {list(size)}, but the model has {list(found[2])}: another model?"
         )
-    return weight
+    return found
 
 
 def _make(
     module: nn.Module,
     weight: torch.Tensor,
+    size: tuple[int, int],
+    dtype: torch.dtype,
     scheme: Scheme,
     first: PackedModule | None,
-    dtype: torch.dtype | None,
     on_meta: bool,
 ) -> PackedModule:
-    if isinstance(module, PackedModule):
-        dtype, (n, k) = dtype or module.dtype, module._sizes
-    else:
-        dtype, (n, k) = dtype or weight.dtype, weight.shape if is_embedding(module) else linear_weight(module).shape
+    n, k = size
     device = torch.device("meta") if on_meta else weight.device
     own = scheme.empty(n, k, dtype=dtype, device=device) if first is None or not first.needs_all else first.packed
     packed = own if first is None else first.packed._replace(weight_sums=own.weight_sums, row_scales=own.row_scales)
@@ -203,8 +204,7 @@ def _make(
         bias = module._parameters.get("bias")
         empty: torch.Tensor | None = None
         if bias is not None:
-            like = torch.empty_like(bias, device="meta", dtype=dtype) if on_meta else bias.clone()
-            empty = like if on_meta else kernel_bias(like, device)
+            empty = torch.empty_like(bias, device="meta", dtype=dtype) if on_meta else kernel_bias(bias.clone(), device)
         made = QuantLinear(k, n, scheme, packed, empty, dtype)
         made.stands_for = module.stands_for if isinstance(module, QuantLinear) else class_of_linear(module)
     return made.train(module.training)
