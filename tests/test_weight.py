@@ -257,3 +257,68 @@ def test_weight_across_graph_breaks() -> None:
     torch.testing.assert_close(
         torch.compile(broken, backend="eager")(x), x @ weight.mT + weight.sum() + weight[0].sum()
     )
+
+
+# ---- traced without Dynamo -------------------------------------------------------------------------------------------
+
+
+class _Using(nn.Module):
+    """A layer and what a model does with its weight."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.layer = make(qao.Int8WeightOnly, torch.float32)
+        self.use = use
+
+    def forward(self, x: Tensor) -> object:
+        return self.use(self.layer.weight, x)
+
+
+_TRACES: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Any]]] = {
+    "export": lambda model, x: torch.export.export(model, (x,), strict=False).module(),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+}
+_TRACED_WRITES = (
+    *("copy_", "setitem", "iadd", "data.copy_", "data[:]", "init of data", "init", "row", "t", "mT", "detach", "view"),
+    *("chunk", "split", "expand", "chain", "to", "out", "foreach", "foreach of a view", "masked_fill_", "Parameter"),
+)
+
+
+@pytest.mark.parametrize("trace", _TRACES.values(), ids=_TRACES)
+def test_writes_through_weight_in_a_traced_model(trace: Callable[..., Any]) -> None:
+    x = torch.randn(3, 96)
+    for name in _TRACED_WRITES:
+
+        def write(weight: Tensor, x: Tensor, name: str = name) -> Tensor:
+            _WRITES[name](weight)
+            return x
+
+        with torch.no_grad(), pytest.raises(RuntimeError, match="load_float_.*update_.*dequantize"):
+            trace(_Using(write), x)(x)
+
+
+def test_writes_through_weight_exported_in_inference_mode() -> None:
+    """Tensors have no version counters there."""
+    x = torch.randn(3, 96)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="load_float_.*update_.*dequantize"):
+        _TRACES["export"](_Using(lambda weight, x: weight.t().zero_()), x)
+
+
+@pytest.mark.parametrize("trace", _TRACES.values(), ids=_TRACES)
+def test_reads_of_weight_in_a_traced_model(trace: Callable[..., Any]) -> None:
+    def read(weight: Tensor, x: Tensor) -> list[Tensor]:
+        x = x.to(weight.device, weight.dtype)
+        products = [nn.functional.linear(x, weight), x @ weight.T, (x @ weight.mT).mul_(2), x[:, :1] * weight[0, 0]]
+        views = [weight.split(8)[1], weight.unflatten(0, (8, 5)), weight.data[1:3, None], weight.t(), weight.view(-1)]
+        values = [weight.norm(dim=1), 1 - weight, weight**2, torch.cat([weight, x]), weight.max(dim=1)[0]]
+        values.append(torch._foreach_add([x, weight], [x, weight])[1])
+        return [*products, *(view + 1 for view in views), *values, weight.clone().zero_()]
+
+    model, x = _Using(read), torch.randn(3, 96)
+    with torch.no_grad():
+        results = trace(model, x)(x)
+    expected = read(model.layer.dequantize(torch.float32), x)
+    assert len(results) == len(expected)
+    for actual, wanted in zip(results, expected, strict=True):
+        assert type(actual) is Tensor
+        torch.testing.assert_close(actual, wanted)

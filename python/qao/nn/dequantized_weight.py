@@ -238,6 +238,47 @@ class DequantizedWeight(Tensor):
         raise AttributeError(f"no __cuda_array_interface__ of a tensor on {self.device}")
 
 
+class TracedWeight(DequantizedWeight):
+    """A dense weight, or a view of it, in code that ``torch.export`` traces without Dynamo: numbers, errors for writes.
+
+    Operators of a subclass do not reach its ``__torch_dispatch__`` there, but functions reach this class. Most writes
+    increase the version counter.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        weights = [one for one in tree_leaves((args, kwargs or {})) if isinstance(one, cls)]
+        if func.__name__.startswith("_foreach") and func.__name__.endswith("_"):  # leaves version counters unchanged
+            for one in tree_leaves(args[0]):
+                if isinstance(one, cls):
+                    one.refuse_write(func.__name__)
+        dense = [weight._dequantize() for weight in weights]
+        before = [tensor._version for tensor in dense]
+        args, kwargs = tree_map_only(cls, lambda weight: weight._dequantize(), (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        for weight, tensor, version in zip(weights, dense, before, strict=True):
+            if tensor._version != version:
+                weight.refuse_write(func.__name__)
+        storages = {tensor.untyped_storage()._cdata for tensor in dense}
+        return tree_map_only(
+            Tensor, lambda one: cls._view(one) if one.untyped_storage()._cdata in storages else one, result
+        )
+
+
+def read_only(dense: Tensor) -> Tensor:
+    """A dense weight as ``layer.weight``: with errors for writes, which would not reach the layer."""
+    if torch.compiler.is_dynamo_compiling():
+        from .compiled_weight import CompiledWeight  # imports torch._dynamo
+
+        return CompiledWeight.of(dense)
+    if not torch.compiler.is_compiling():
+        return DequantizedWeight._view(dense)
+    if dense.is_inference():
+        with torch.inference_mode(False):
+            dense = dense.clone()  # inference tensors have no version counters
+    return TracedWeight._view(dense)
+
+
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _LAZY = (*_SAME, torch.ops.aten.t.default, torch.ops.aten.transpose.int)  # views that stay lazy
 

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from ..ops import modes
 from ..schemes import Int4Weight, PackedWeight, Scheme
 from . import cuda_build, marker
-from .dequantized_weight import DequantizedWeight
+from .dequantized_weight import DequantizedWeight, read_only
 from .update import Updatable
 
 Self = TypeVar("Self", bound="PackedModule")
+
+
+torch.fx.wrap("read_only")
 
 
 @torch.fx.wrap
@@ -155,12 +158,8 @@ class PackedModule(Updatable, nn.Module):
     def weight(self) -> Tensor:
         """The dequantized weight [N, K] in ``dtype``, read-only. Each use computes it again; see DequantizedWeight."""
         # Dynamo drops unused results, and fx.symbolic_trace needs parameters as nodes, so both dequantize directly.
-        if torch.compiler.is_dynamo_compiling():
-            from .compiled_weight import CompiledWeight  # imports torch._dynamo
-
-            return CompiledWeight.of(self.dequantize(self.dtype))
         if torch.compiler.is_compiling() or isinstance(self.qweight, torch.fx.Proxy):
-            return self.dequantize(self.dtype)
+            return read_only(self.dequantize(self.dtype))
         return DequantizedWeight.of(self.shape, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
 
     @weight.setter
