@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import qao
@@ -163,7 +166,7 @@ def test_the_layer_itself_refuses_to_lose_its_tensors() -> None:
     del model[0].note
 
 
-# ---- vectors, averages -----------------------------------------------------------------------------------------------
+# ---- vectors ---------------------------------------------------------------------------------------------------------
 
 
 def test_vectors_of_parameters() -> None:
@@ -177,13 +180,113 @@ def test_vectors_of_parameters() -> None:
     assert torch.equal(model[0].bias, before["0.bias"] + 1) and torch.equal(model[0].qweight, before["0.qweight"])
 
 
-@pytest.mark.parametrize("parameters", [lambda model: model.state_dict().values(), lambda model: model.parameters()])
+# ---- averages, copies, assignments -----------------------------------------------------------------------------------
+
+Loop = Callable[[nn.Module, nn.Module], object]
+
+
+def average(own: Tensor, new: Tensor) -> Tensor:
+    return 0.9 * own + 0.1 * new
+
+
+def zipped(pairs: Callable[[nn.Module], Iterable[Tensor]], write: Callable[[Tensor, Tensor], object]) -> Loop:
+    return lambda own, new: [write(*pair) for pair in zip(pairs(own), pairs(new), strict=True)]
+
+
+def values(model: nn.Module) -> Iterable[Tensor]:
+    return model.state_dict().values()
+
+
+def parameters(model: nn.Module) -> Iterable[Tensor]:
+    return model.parameters()
+
+
+def loaded(own: nn.Module, new: nn.Module) -> None:
+    ours, theirs = own.state_dict(), new.state_dict()
+    own.load_state_dict({name: average(value, theirs[name]) for name, value in ours.items()})
+
+
+def lerp(own: Tensor, new: Tensor) -> Tensor:
+    return own.lerp_(new, 0.1) if own.is_floating_point() else own.copy_(new)
+
+
+AVERAGES: dict[str, tuple[Loop, str]] = {  # the loop, and its error for codes
+    "timm's ModelEmaV2": (zipped(values, lambda own, new: own.copy_(average(own, new))), "averaged.*AveragedModel"),
+    "detached": (zipped(values, lambda own, new: own.detach().copy_(average(own, new))), "averaged.*AveragedModel"),
+    "items": (zipped(values, lambda own, new: own.__setitem__(..., average(own, new))), "averaged.*AveragedModel"),
+    "Parameters": (zipped(parameters, lambda own, new: own.copy_(average(own, new))), "averaged.*AveragedModel"),
+    "timm's ModelEmaV3": (zipped(values, lerp), ""),
+    "only floats": (zipped(parameters, lambda own, new: own.is_floating_point() and own.data.lerp_(new.data, 0.1)), ""),
+    "mul_, add_": (zipped(values, lambda own, new: own.mul_(0.9).add_(new, alpha=0.1)), "can't be cast"),
+    "load_state_dict": (loaded, "the checkpoint holds float32"),
+}
+
+
+@pytest.mark.parametrize("loop, error", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_an_average_in_place_of_all_parameters_is_an_error(
-    scheme: qao.Scheme, parameters: Callable[[nn.Module], Iterator[Tensor]]
-) -> None:
-    model = quantized(7, scheme)
-    average = copy.deepcopy(model)
-    with pytest.raises(RuntimeError), torch.no_grad():
-        for own, new in zip(parameters(average), parameters(model), strict=True):
-            own.mul_(0.9).add_(new, alpha=0.1)
+def test_averages_by_hand(scheme: qao.Scheme, loop: Loop, error: str) -> None:
+    model = nn.Sequential(*quantized(7, scheme), nn.Linear(7, 2))
+    own = copy.deepcopy(model)
+    codes, floats = own[0].qweight.clone(), own[1].weight.clone()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+        if error:
+            with pytest.raises((TypeError, RuntimeError), match=error):
+                loop(own, model)
+        else:
+            loop(own, model)
+            torch.testing.assert_close(own[1].weight, floats + 0.1)
+            torch.testing.assert_close(own(X), own[1](model[0](X)))
+    assert torch.equal(own[0].qweight, codes)
+
+
+COPIES: dict[str, Loop] = {
+    "copy_": zipped(parameters, lambda own, new: own.copy_(new)),
+    "copy_ into a state_dict": zipped(values, lambda own, new: own.copy_(new)),
+    "assignment": lambda own, new: assign(own[0], new[0]),
+    "register_parameter": lambda own, new: assign(own[0], new[0], qao.QuantLinear.register_parameter),
+}
+
+
+def assign(own: Any, new: Any, write: Callable[[Any, str, Any], object] = setattr) -> None:
+    for name in ("qweight", "scales"):
+        write(own, name, nn.Parameter(getattr(new, name).detach().clone(), requires_grad=False))
+
+
+@pytest.mark.parametrize("write", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_copies_and_assignments_are_of_one_size(scheme: qao.Scheme, write: Loop) -> None:
+    model, alike = quantized(7, scheme), quantized(7, scheme, seed=1)
+    with torch.no_grad():
+        write(model, alike)
+        assert torch.equal(model(X), alike(X))
+        for n in (4, 9):
+            with pytest.raises((ValueError, RuntimeError), match=r"weight \[.*, 64\]|(smaller|larger) layer|must"):
+                write(model, quantized(n, scheme))
+
+
+def test_columns_of_an_assigned_weight() -> None:
+    narrow = qao.QuantLinear.from_linear(nn.Linear(60, 7), INT4)
+    with pytest.raises(ValueError, match="fewer columns"):
+        assign(quantized(7)[0], narrow)
+    with pytest.raises(ValueError, match="larger layer"):
+        assign(narrow, quantized(7)[0])
+
+
+def test_tensors_of_a_state_dict_are_plain_elsewhere() -> None:
+    model = quantized(7)
+    value, file = model.state_dict()["0.qweight"], io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    plain = [
+        value.clone(),
+        value + 0,
+        copy.deepcopy(value),
+        pickle.loads(pickle.dumps(value)),
+        torch.load(file)["0.qweight"],
+    ]
+    assert {type(one) for one in plain} == {Tensor} and all(torch.equal(one, value) for one in plain)
+    made = nn.Parameter(value, requires_grad=False)
+    assert type(made) is nn.Parameter and made.data_ptr() == model[0].qweight.data_ptr()
+    model.load_state_dict(model.state_dict(), assign=True)
+    assert type(model[0].qweight) is nn.Parameter

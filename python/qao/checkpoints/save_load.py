@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..nn import marker
 from ..nn.packed_module import PackedModule
+from ..nn.saved_codes import SavedCodes
 from ..ops import modes
 from ..quantization.module_swap import WrappedNames, unwrapped, without_wrappers
 from ..quantization.skeleton import Undo, make_room, undo
@@ -176,6 +177,8 @@ def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
     views: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()
     for name, tensor in state.items():
+        if isinstance(tensor, SavedCodes):
+            tensor = tensor.plain()
         if type(tensor) not in (Tensor, nn.Parameter):
             raise TypeError(
                 f"save: {name} is a {type(tensor).__name__}, and only plain tensors can be written. Gather sharded "

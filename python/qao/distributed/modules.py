@@ -18,6 +18,7 @@ from ..nn import marker
 from ..nn.embedding import QuantEmbedding
 from ..nn.linear import QuantLinear
 from ..nn.packed_module import PackedModule, Sharded
+from ..nn.saved_codes import SavedCodes
 from ..schemes import PackedWeight
 from .cut import is_cut, joins, part
 from .layout import LAST, Layout
@@ -60,7 +61,8 @@ class _Sharded(Sharded):
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         for key, tensor in self._parameters.items():
             if tensor is not None:
-                destination[prefix + key] = self._whole(key, destination[prefix + key])
+                saved = destination[prefix + key]
+                destination[prefix + key] = self._whole(key, saved.plain() if isinstance(saved, SavedCodes) else saved)
 
     def _saved_bias(self: Any) -> Tensor | None:
         bias: Tensor | None = super()._saved_bias()  # type: ignore[misc]

@@ -13,6 +13,7 @@ from ..ops import modes
 from ..schemes import Int4Weight, PackedWeight, Scheme
 from . import cuda_build, marker
 from .dequantized_weight import DequantizedWeight, read_only
+from .saved_codes import SavedCodes
 from .update import Updatable
 
 Self = TypeVar("Self", bound="PackedModule")
@@ -128,9 +129,8 @@ class PackedModule(Updatable, nn.Module):
             smaller = torch.equal(rows[n - 1], beyond)
             if smaller or not self._is_of(n, k, q, of_groups):
                 raise ValueError(
-                    f"{name}qweight: the checkpoint holds the packed weight of a {'smaller' if smaller else 'larger'} "
-                    f"layer than this {self._label()}, padded to the same shape. Use the model that the checkpoint was "
-                    "made from."
+                    f"{name}qweight: this is the packed weight of a {'smaller' if smaller else 'larger'} layer than "
+                    f"this {self._label()}, padded to the same shape. Use the model that it was made from."
                 )
             if self._is_of(n, k - 1, q, of_groups):
                 raise ValueError(
@@ -180,8 +180,12 @@ class PackedModule(Updatable, nn.Module):
             )
         if name.endswith("_orig"):  # pruning registers it before it deletes the tensor
             self.refuse_reparametrization(name.removesuffix("_orig"), "prune")
-        if param is not None and name in PackedWeight._fields:
-            self._check_assigned(name, param)
+        own = self._parameters.get(name)
+        if param is not None and own is not None and name in PackedWeight._fields:
+            if own.is_meta:  # loading, with its checks
+                self._check_assigned(name, param)
+            else:
+                self.check_given({name: param}, "")
         super().register_parameter(name, param)
 
     def __delattr__(self, name: str) -> None:
@@ -208,9 +212,15 @@ class PackedModule(Updatable, nn.Module):
             return
         if marker.MARKER in given:
             self.check_marker(given[marker.MARKER], prefix + marker.MARKER)
-        elif not any(hasattr(tensor, "packed_sizes") or hasattr(tensor, "device_mesh") for tensor in tensors):
-            if tensors[0].data_ptr() != self.qweight.data_ptr():
-                self._check_padding(*tensors, prefix)
+            return
+        if tensors[0].device != tensors[1].device or any(hasattr(tensor, "device_mesh") for tensor in tensors):
+            return
+        owns = self.qweight, self.scales
+        if any(
+            not hasattr(tensor, "packed_sizes") and tensor.data_ptr() != own.data_ptr()
+            for tensor, own in zip(tensors, owns, strict=True)
+        ):
+            self._check_padding(*tensors, prefix)
 
     def _check_assigned(self, name: str, param: Tensor) -> None:
         """Raises ValueError if ``layer.<name> = param`` would assign a tensor that does not fit this layer's weight."""
@@ -340,6 +350,10 @@ class PackedModule(Updatable, nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in PackedWeight._fields:
+            value = destination.get(prefix + name)
+            if type(value) is Tensor and not value.is_floating_point():
+                destination[prefix + name] = SavedCodes.of(value, self._sizes)
         destination[prefix + marker.TRIPWIRE] = self._beside(marker.tripwire())
         destination[prefix + marker.MARKER] = entry = self.pip_install_qao
         marker.of_layers[entry] = True
@@ -365,8 +379,8 @@ class PackedModule(Updatable, nn.Module):
             loaded = state_dict.get(prefix + key)
             if own is None or not isinstance(loaded, Tensor):
                 continue
-            if assign:
-                state_dict[prefix + key] = aligned(self._shared(key, loaded))
+            if isinstance(loaded, SavedCodes):
+                state_dict[prefix + key] = loaded = loaded.plain()
             may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
             if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
                 error_msgs.append(
@@ -375,6 +389,9 @@ class PackedModule(Updatable, nn.Module):
                     "symmetric, scale_dtype); load a checkpoint of float weights before quantizing."
                 )
                 return
+            if assign:
+                state_dict[prefix + key] = loaded = frozen(aligned(self._shared(key, loaded)))
+                loaded.packed_sizes = self._sizes  # type: ignore[attr-defined]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -19,6 +19,7 @@ from torch.nn.utils import convert_parameters, parametrizations, parametrize, st
 from ...nn import marker
 from ...nn.dequantized_weight import DequantizedWeight
 from ...nn.packed_module import PackedModule
+from ...nn.saved_codes import check_copy
 from ...schemes import PackedWeight
 from ..wrapping import wrap
 
@@ -38,6 +39,7 @@ def register() -> None:
         wrap(owner, name, _reparametrization)
     wrap(stateless, "_functional_call", _functional_call)
     wrap(torch.utils, "swap_tensors", _swap_tensors)
+    wrap(nn.Parameter, "copy_", _copy)
     wrap(convert_parameters, "vector_to_parameters", _vector_to_parameters)
     nn.utils.vector_to_parameters = convert_parameters.vector_to_parameters
 
@@ -124,6 +126,16 @@ def _check_swap(one: Tensor, other: Tensor) -> None:
             f"torch.utils.swap_tensors: {' and '.join(whats)}: a tensor of a quantized layer can only be swapped with "
             "one of the same size. Replace the layer itself in its parent module."
         )
+
+
+def _copy(theirs: Any) -> Any:
+    def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+        if hasattr(self, "packed_sizes"):
+            check_copy(self, src)
+        copied: Tensor = theirs(self, src, non_blocking)
+        return copied
+
+    return copy_
 
 
 def _vector_to_parameters(theirs: Any) -> Any:
