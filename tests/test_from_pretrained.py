@@ -156,6 +156,23 @@ def test_paths(native: Path, floats: Path, tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(logits(qao.from_pretrained(index, scheme=INT8)), expected)
 
 
+def test_a_variant_that_only_a_pickle_has(floats: Path, tmp_path: Path) -> None:
+    own = transformers.AutoModelForCausalLM.from_pretrained(floats)
+    own.config.save_pretrained(tmp_path)
+    torch.save(own.state_dict(), tmp_path / "pytorch_model.fp16.bin")
+    with pytest.raises(CheckpointError, match=r"Found pytorch_model\.fp16\.bin, a pickle.*use_safetensors=False"):
+        qao.from_pretrained(tmp_path, scheme=INT8, variant="fp16")
+    model = qao.from_pretrained(tmp_path, scheme=INT8, variant="fp16", use_safetensors=False)
+    assert torch.equal(logits(model), logits(qao.from_pretrained(floats, scheme=INT8)))
+    with pytest.raises(CheckpointError, match=r"Found no weights, but config\.json, pytorch_model\.fp16\.bin"):
+        qao.from_pretrained(tmp_path, scheme=INT8, variant="bf16")
+    own.save_pretrained(tmp_path, variant="q4")
+    with pytest.raises(CheckpointError, match=r"Found model\.q4\.safetensors\. Pass the variant"):
+        qao.from_pretrained(tmp_path, scheme=INT8, variant="bf16")
+    model = qao.from_pretrained(tmp_path, scheme=INT8, variant="q4")
+    assert torch.equal(logits(model), logits(qao.from_pretrained(floats, scheme=INT8)))
+
+
 CODE = """
 import torch
 from transformers import PretrainedConfig, PreTrainedModel

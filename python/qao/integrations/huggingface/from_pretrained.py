@@ -195,8 +195,24 @@ def _weights(local: Path, options: dict[str, Any]) -> tuple[Path, bool]:
     if variant is not None and found is None:
         from ...checkpoints import CheckpointError
 
-        raise CheckpointError(f"{local}: variant={variant!r}: no file {' or '.join(names)}")
+        missing = f"{local}: variant={variant!r}: no file {' or '.join(names)}"
+        raise CheckpointError(f"{missing}. {_instead_of_variant(local, ending)}")
     return (local, False) if found is None else (found if variant or explicit else local, True)
+
+
+def _instead_of_variant(local: Path, ending: str) -> str:
+    """What a directory without the safetensors files of a variant holds, and how to load it."""
+    held = sorted(file.name for file in local.iterdir())
+    pickles = [name for name in held if name.startswith("pytorch_model") and f"{ending}." in name]
+    if pickles:
+        return (
+            f"Found {pickles[0]}, a pickle, which can execute arbitrary code. If you trust it and its weights are "
+            "float, transformers reads it: pass use_safetensors=False and a scheme. Else convert it to safetensors."
+        )
+    others = [name for name in held if name.endswith(".safetensors") or ".safetensors.index" in name]
+    if others:
+        return f"Found {', '.join(others[:8])}. Pass the variant in these names; without one, leave the argument out."
+    return f"Found no weights, but {', '.join(held[:8]) or 'nothing'}."
 
 
 def _content(local: Path) -> dict[str, Any]:
