@@ -65,6 +65,7 @@ def test_on_load_saved_and_loaded_again(make: Callable[[], Any], kind: type[qao.
         assert json.loads((path / "config.json").read_text())["quantization_config"]["quant_method"] == "qao"
         again = load(path, torch_dtype=torch.bfloat16)
         assert torch.equal(run(again), run(expected))
+        assert again.half().dtype == torch.float16 and again.float().dtype == torch.float32
         layers = [module for module in again.modules() if isinstance(module, qao.QuantLinear)]
         assert layers and not any(layer.scales.requires_grad or layer.qweight.requires_grad for layer in layers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,37 @@ def test_a_variant_that_only_a_pickle_has(floats: Path, tmp_path: Path) -> None:
         qao.from_pretrained(tmp_path, scheme=INT8, variant="bf16")
     model = qao.from_pretrained(tmp_path, scheme=INT8, variant="q4")
     assert torch.equal(logits(model), logits(qao.from_pretrained(floats, scheme=INT8)))
+
+
+CASTS: dict[str, tuple[Callable[[Any], Any], torch.dtype]] = {
+    "half": (lambda model: model.half(), torch.float16),
+    "float": (lambda model: model.bfloat16().float(), torch.float32),
+    "to": (lambda model: model.to(torch.float16), torch.float16),
+}
+
+
+@pytest.mark.parametrize("cast, dtype", CASTS.values(), ids=CASTS)
+def test_casts_of_a_model_do_not_depend_on_how_it_was_quantized(
+    cast: Callable[[Any], Any], dtype: torch.dtype, floats: Path, native: Path
+) -> None:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    here = load(floats)
+    qao.quantize_(here, INT8, progress=False)
+    expected = logits(cast(here))
+    assert expected.dtype == dtype
+    for model in (load(native), load(floats, quantization_config=qao.QaoConfig(INT8)), qao.from_pretrained(native)):
+        before = model.lm_head.qweight.clone(), model.lm_head.scales.clone()
+        assert cast(model) is model and model.dtype == dtype
+        assert torch.equal(logits(model), expected)
+        assert all(map(torch.equal, before, (model.lm_head.qweight, model.lm_head.scales)))
+
+
+def test_other_quantizers_keep_their_rule_for_casts(floats: Path, native: Path) -> None:
+    qao.from_pretrained(native)
+    model = transformers.AutoModelForCausalLM.from_pretrained(floats)
+    model.is_quantized = True
+    with pytest.raises(ValueError, match="not supported for quantized model"):
+        model.half()
 
 
 CODE = """

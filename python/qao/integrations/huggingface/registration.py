@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from ...nn.packed_module import PackedModule
 from ...quantization import targets
+from ..wrapping import wrap
 
 
 def attach(model: nn.Module) -> None:
@@ -72,6 +74,8 @@ def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
     model.hf_quantizer = quantizer
     _tell_dtype(base)
     _tell_count(base)
+    for name in ("half", "float"):
+        wrap(base, name, partial(_cast, base, name))
     if hasattr(base, "_resize_token_embeddings"):
         _guard_resizing(base)
     return True
@@ -113,6 +117,17 @@ def _tell_count(base: Any) -> None:
 
     base.num_parameters = functools.wraps(theirs)(num_parameters)
     base.num_parameters.__module__ = __name__
+
+
+def _cast(base: Any, name: str, theirs: Any) -> Any:
+    """``.half()`` or ``.float()`` as torch defines it. These libraries refuse it for models from ``from_pretrained``,
+    but not ``.to(dtype)``."""
+
+    def cast(self: nn.Module, *args: Any) -> Any:
+        quantized = any(isinstance(module, PackedModule) for module in self.modules())
+        return getattr(super(base, self), name)(*args) if quantized else theirs(self, *args)
+
+    return cast
 
 
 def _guard_resizing(base: Any) -> None:
