@@ -26,7 +26,6 @@ from .meta import describe
 from .result_files import read, read_rows, write
 
 OFF_GRID = "off its grid"
-AUTO = qao.Int4WeightOnly(group_size="auto", budget_bits=4.5, scale_dtype=torch.float16)
 # Name to scheme and method (None: without data).
 CASES: dict[str, tuple[qao.Scheme, str | None]] = {
     "int4 g128": (qao.Int4WeightOnly(), "gptq"),
@@ -34,8 +33,6 @@ CASES: dict[str, tuple[qao.Scheme, str | None]] = {
     "fp8_fp8": (qao.Float8DynamicActivationFloat8Weight(), "gptq"),
     "int8_int4 g128": (qao.Int8DynamicActivationInt4Weight(), "gptq"),
     f"int4 g32, {OFF_GRID}": (qao.Int4WeightOnly(group_size=32), "gptq"),
-    "int4 auto, 4.5 bits": (AUTO, "gptq"),
-    f"int4 auto, 4.5 bits, {OFF_GRID}": (AUTO, "gptq"),
     f"int4 g64, {OFF_GRID}": (qao.Int4WeightOnly(group_size=64, scale_dtype=torch.float16), "gptq"),
     "int8_int4 g128, smoothquant": (qao.Int8DynamicActivationInt4Weight(), "smoothquant"),
     "int8_int8": (qao.Int8DynamicActivationInt8Weight(), "gptq"),

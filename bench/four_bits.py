@@ -24,7 +24,7 @@ from qao.nn.linear import linear_weight
 from qao.quantization import quantize
 from torch import Tensor, nn
 
-from .calibrate import AUTO, off_grid, samples
+from .calibrate import off_grid, samples
 from .language import HEAD, WINDOW, load_text
 from .markdown import caption, table
 from .meta import describe
@@ -121,13 +121,11 @@ METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]]
     "bitsandbytes nf4, blocks of 64": _bitsandbytes,
     "llama.cpp Q4_0": _gguf("Q4_0"),
     "qao int4 g32, symmetric": _int4(32, symmetric=True),
-    "qao int4 auto, 4.5 bits": AUTO,
     "qao int4 g128": _int4(128),
     "qao int4 g32": _int4(32),
     "torchao int4 g32, to nearest": _torchao(32),
     "HQQ int4 g32": _hqq(32),
     "llama.cpp Q4_1": _gguf("Q4_1"),
-    "qao int4 auto, 4.5 bits, calibrated": (AUTO, 16),
     "qao int4 g128, calibrated": (_int4(128), 16),
     "qao int4 g64, calibrated": (_int4(64), 16),
     "qao int4 g32, calibrated": (_int4(32), 16),

@@ -310,7 +310,7 @@ def test_int8_file_with_values_beyond_four_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", [with_whole_zeros(scheme) for scheme in SCHEMES], ids=str)
 def test_written_layers_come_back_and_the_package_reads_them(scheme: qao.schemes.Scheme, tmp_path: Path) -> None:
     shapes = [(40, 256), (16, 512)]
-    if not isinstance(scheme, (qao.schemes.Fp4Weight, qao.schemes.Int4Weight)) or scheme.size == -1:
+    if not isinstance(scheme, (qao.schemes.Fp4Weight, qao.schemes.Int4Weight)) or scheme.group_size == -1:
         shapes.append((37, 101))
     layers = {
         f"l{i}": qao.QuantLinear.from_linear(torch.nn.Linear(k, n, bias=False), scheme)

@@ -398,12 +398,7 @@ def test_what_cannot_be_replaced_is_reported(change: Any, why: str) -> None:
     assert isinstance(model.model.layers[1].mlp.experts, QuantExperts)
 
 
-def test_sizes_are_not_chosen_for_experts_and_bad_weights_change_nothing() -> None:
-    model = made(qwen3_moe)
-    with pytest.warns(UserWarning, match="these big weights stay"):
-        report = qao.quantize_(model, qao.Int4WeightOnly(group_size="auto", budget_bits=5.0), progress=False)
-    left = [row for row in report.rows if row.status == "left"]
-    assert len(left) == 4 and all("group sizes are not chosen for experts" in (row.note or "") for row in left)
+def test_bad_weights_change_nothing() -> None:
     model = made(qwen3_moe)
     model.model.layers[1].mlp.experts.down_proj.data[3, 4, 5] = torch.nan
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts\.down_proj: .* holds NaN"):

@@ -213,8 +213,8 @@ def test_no_step_is_wider_than_it_must_be(scheme: Fp4WeightOnly) -> None:
     weight = weight_of(40, 200)
     packed = scheme.quantize(weight)
     error = (scheme.dequantize(packed.qweight, packed.scales, 40, 200, torch.float32) - weight).double()
-    padded = nn.functional.pad(weight, (0, -200 % scheme.size)).view(40, -1, scheme.size).abs().amax(-1)
-    largest = padded.repeat_interleave(scheme.size, 1)[:, :200]
+    padded = nn.functional.pad(weight, (0, -200 % scheme.group_size)).view(40, -1, scheme.group_size).abs().amax(-1)
+    largest = padded.repeat_interleave(scheme.group_size, 1)[:, :200]
     # MXFP4: magnitudes up to 8 have the largest code, 6. NVFP4: e4m3 rounds scales by a sixteenth, and those below
     # 2^-6 to multiples of 2^-9.
     slack = 0.25 if scheme.format == "mxfp4" else 1 / 6 + 1 / 16

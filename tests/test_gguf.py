@@ -311,17 +311,16 @@ def test_a_head_in_q6_k(tied: bool, tmp_path: Path) -> None:
         assert model.model.layers[0].mlp.up_proj.scheme.word == "int4"  # as in the file
 
 
-@pytest.mark.parametrize("options", [[], ["--embeddings"], ["--group-size", "auto", "--budget-bits", "5"]], ids=str)
+@pytest.mark.parametrize("options", [[], ["--embeddings"]], ids=str)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q6_K head", "tied", "Q8_0"])
 def test_the_command_quantizes_what_the_library_does(kind: str, options: list[str], tmp_path: Path) -> None:
     if kind in ("Q6_K head", "tied"):
         path = q6_k_head(tmp_path / "m.gguf", kind == "tied")
     else:
         path = write(tmp_path / "m.gguf", float_model("llama"), kind)
-    auto, embeddings = "--budget-bits" in options, "--embeddings" in options
-    scheme = qao.Int4WeightOnly("auto", budget_bits=5) if auto else qao.Int4WeightOnly(64)
-    arguments = ["quantize", str(path), str(tmp_path / "out"), "--scheme", "int4", "--quiet"]
-    arguments += options if auto else ["--group-size", "64", *options]
+    embeddings, scheme = "--embeddings" in options, qao.Int4WeightOnly(64)
+    arguments = ["quantize", str(path), str(tmp_path / "out"), "--scheme", "int4", "--quiet", "--group-size", "64"]
+    arguments += options
     nothing_left = kind in ("Q4_0", "Q4_1") or (kind == "tied" and not embeddings)
     assert main(arguments) == (1 if nothing_left else 0)
     if nothing_left:

@@ -159,7 +159,7 @@ def factors(layer: qao.QuantLinear, x: Tensor) -> tuple[Tensor, Tensor]:
     if zeros is None and isinstance(scheme, qao.Int8DynamicActivationInt8Weight):
         stored = reference.dequantize_8bit(q, scales)
     else:
-        stored = reference.dequantize(q, scales, zeros, scheme.size)  # type: ignore[attr-defined]
+        stored = reference.dequantize(q, scales, zeros, scheme.group_size)  # type: ignore[attr-defined]
     return seen.to(stored), stored
 
 

@@ -13,14 +13,13 @@ from .._words import METHODS as METHODS
 from ..nn.linear import pack_weight
 from ..nn.packed_module import Sharded
 from ..ops import modes
-from ..quantization import auto_group_size, fused_experts, quantize
+from ..quantization import fused_experts, quantize
 from ..quantization.callbacks import layer_filter
 from ..quantization.module_swap import put_module
 from ..quantization.report import Report
 from ..quantization.walk import Layer
 from ..schemes import PackedWeight, Scheme
 from .choice import quantized
-from .gptq import damping_of
 from .scaling import smooth
 from .statistics import Inputs
 from .stream import Blocks, Call, called, check_first, evaluating, find_blocks, samples_of
@@ -101,8 +100,6 @@ def calibrate(
             check_first(model, calls)
             if method == "smoothquant":
                 smooth(model, calls, units, folded)
-            if any(auto_group_size.is_auto(unit[0].scheme) for unit in units):
-                _choose_groups(model, calls, units, damping, progress)
             for some, hessian, note in _inputs(model, calls, units, progress):
                 _quantize(some, hessian, note, damping, rounds)
             for unit in planned.experts:
@@ -142,34 +139,13 @@ def _check_data(model: nn.Module) -> None:
             raise ValueError(f"calibrate: {name} is {where}, and the model cannot run. Load it first.")
 
 
-def _choose_groups(model: nn.Module, calls: list[Call], units: list[Unit], damping: float, progress: bool) -> None:
-    """Selects the group sizes of units with "auto", by the effect of quantization on outputs of the float model."""
-    errors: dict[int, auto_group_size.Errors] = {}
-    for some, hessian, _ in _inputs(model, calls, units, progress, changes=False):
-        for unit in some:
-            if auto_group_size.is_auto(unit[0].scheme):
-                errors[id(unit)] = _group_errors(unit[0], hessian, damping)
-    auto_group_size.assign(units, [errors.get(id(unit), {}) for unit in units])
-
-
-def _group_errors(layer: Layer, hessian: Tensor | None, damping: float) -> auto_group_size.Errors:
-    assert layer.scheme is not None
-    weight, name = layer.weight, layer.row.name
-    if hessian is None:
-        return auto_group_size.weight_errors(weight, layer.scheme, name, None)
-    importance = (hessian.diagonal() + damping_of(hessian, damping)).float()
-    return auto_group_size.weight_errors(
-        weight, layer.scheme, name, importance, lambda difference: ((difference @ hessian) * difference).sum(1)
-    )
-
-
 def _inputs(
-    model: nn.Module, calls: list[Call], units: list[Unit], progress: bool, *, changes: bool = True
+    model: nn.Module, calls: list[Call], units: list[Unit], progress: bool
 ) -> Iterator[tuple[list[Unit], Tensor | None, str | None]]:
     """Yields units of one scheme with a common input, its mean of x xᵀ (None: no token reached them) and a note.
 
-    The caller quantizes them before it takes the next ones. ``changes``: it does, so the outputs of each block are
-    computed again for the next block.
+    The caller quantizes them before it takes the next ones: the outputs of each block are then computed again for the
+    next block.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
@@ -177,20 +153,17 @@ def _inputs(
     inside = _by_block(blocks, units)
     stages = {id(unit) for some in inside for unit in some}
     outside = [unit for unit in units if id(unit) not in stages]
-    with tqdm(
-        total=len(units), desc="calibrate" if changes else "group sizes", unit="layer", delay=2, disable=not progress
-    ) as bar:
+    with tqdm(total=len(units), desc="calibrate", unit="layer", delay=2, disable=not progress) as bar:
         for index, some in enumerate(inside):
             assert blocks is not None
             inputs = Inputs()
             if some:
                 with inputs.watch(_linears(some)):
-                    blocks.run(index, inputs.forget, keep=not changes)
+                    blocks.run(index, inputs.forget, keep=False)
             for together in _with_one_input(some, inputs):
                 yield together, inputs.hessian(_linears(together[:1]), together[0][0].row.name), None
                 bar.update(len(together))
-            if changes or not some:
-                blocks.run(index, inputs.forget, keep=True)
+            blocks.run(index, inputs.forget, keep=True)
         if outside:
             note = f"calibrated in one pass over the whole model: {why}" if why else None
             inputs = Inputs()

@@ -45,7 +45,7 @@ class Grid:
             unit = scheme._row_scales(quantized.scales)
             unit = None if unit is None else unit[:, None]
             factors = scheme.factors if isinstance(scheme, TwoLevelInt4Weight) else None
-            return cls(scales, zeros, k if scheme.size == -1 else scheme.size, (0, 15), unit, factors)
+            return cls(scales, zeros, k if scheme.group_size == -1 else scheme.group_size, (0, 15), unit, factors)
         if not isinstance(scheme, Float8Weight):
             return cls(scales.view(n, 1), None, k, (-127, 127))
         if scheme.granularity == "block":

@@ -116,10 +116,7 @@ def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("scheme")
     group.add_argument("--scheme", type=scheme_word, metavar="SCHEME", required=required, help=_SCHEME_HELP)
     group.add_argument(
-        "--group-size", type=_group_size, metavar="G", help="int4 weights: 32, 64, 128, 256, -1 (a whole row), or auto"
-    )
-    group.add_argument(
-        "--budget-bits", type=float, metavar="BITS", help="average bits per weight for --group-size auto, such as 4.5"
+        "--group-size", type=int, metavar="G", help="int4 weights: 32, 64, 128, 256, or -1 (a whole row)"
     )
     group.add_argument("--symmetric", action="store_true", help="int4 weights without zero points")
     group.add_argument(
@@ -141,8 +138,6 @@ def scheme_of(args: argparse.Namespace) -> Scheme:
     content: dict[str, Any] = {"scheme": args.scheme}
     if args.group_size is not None:
         content["group_size"] = args.group_size
-    if args.budget_bits is not None:
-        content["budget_bits"] = args.budget_bits
     if args.symmetric:
         content["symmetric"] = True
     if args.granularity is not None:
@@ -172,15 +167,6 @@ def scheme_word(text: str) -> str:
     found = word_hint(text)
     said = f"; the equivalent in qao is {found}" if found else ""
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SCHEMES)}){said}")
-
-
-def _group_size(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def _value(text: str) -> Any:

@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.windows < 1 or args.window < 1:
         args.parser.error("--windows and --window must be at least 1")
-    options = (args.group_size, args.budget_bits, args.granularity)
+    options = (args.group_size, args.granularity)
     if args.scheme is None and (args.symmetric or args.set or any(option is not None for option in options)):
-        args.parser.error("--group-size, --budget-bits, --symmetric, --granularity and --set need a --scheme")
+        args.parser.error("--group-size, --symmetric, --granularity and --set need a --scheme")
     if args.layers and (args.scheme is None or args.against):
         args.parser.error("--layers needs a --scheme and cannot be combined with --against")
     if args.worst < 1 or (args.plot and not args.layers):

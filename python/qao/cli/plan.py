@@ -21,7 +21,6 @@ from ..nn.linear import QuantLinear, kernel_bias
 from ..nn.marker import MARKER, TRIPWIRE
 from ..nn.packed_module import PackedModule
 from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
-from ..quantization import auto_group_size
 from ..quantization.quantize import quantize_
 from ..quantization.report import Report
 from ..schemes import Int4Weight, PackedWeight, Scheme
@@ -89,15 +88,10 @@ class Plan:
             name for name, module in model.named_modules() if is_linear(module) and not isinstance(module, nn.Linear)
         }
         schemes: Any = scheme
-        if auto_group_size.is_auto(scheme):
-            options: Any = {"exclude": exclude, "embeddings": embeddings, "dtype": dtype}
-            options |= {"device": device, "trust": trust, "anew": anew}
-            schemes = Plan(source, auto_group_size.fixed(scheme, 128), **options)._with_groups(source, scheme)
         if exclude or self._stored:
             # The last pattern differs from any that users write, so that equal keys do not collide.
-            rest = schemes if isinstance(schemes, dict) else {"re:(?:.*)": schemes}
             stored = {name: layer.scheme for name, layer in self._stored.items()}
-            schemes = {**stored, **{name: None for name in exclude if name not in stored}, **rest}
+            schemes = {**stored, **{name: None for name in exclude if name not in stored}, "re:(?:.*)": scheme}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "quantize_: no layer was quantized")  # reported as an error below
             warnings.filterwarnings("ignore", "quantize_: these big weights")  # rows of the report
@@ -225,24 +219,6 @@ class Plan:
     def _holds(self, name: str) -> bool:
         """Whether the file has the weight of a module under this name or an alias of the module."""
         return self._weight(name) in self._names.groups
-
-    def _with_groups(self, source: Checkpoint, scheme: Scheme) -> dict[str, Scheme]:
-        """``scheme`` with a group size per module, as ``quantize_`` selects them."""
-        found, elements = [], []
-        others = (*self._projections, *self._stored)
-        tied = [names for names in self._tied().values() if names[0] not in others]
-        for names in tied:
-            first = next(name for name in names if self._holds(name))
-            weight = self._read(source, first)
-            importance = self._importance(source, first)
-            errors = auto_group_size.weight_errors(weight.to(self._device), scheme, self._prefix[first], importance)
-            found.append(auto_group_size.options_of(weight.shape, weight.dtype, scheme, errors))
-            elements.append(weight.numel())
-        sizes = auto_group_size.choose(found, elements, scheme)
-        chosen = {
-            name: auto_group_size.fixed(scheme, size) for names, size in zip(tied, sizes, strict=True) for name in names
-        }
-        return chosen | {name.rpartition(".")[0]: scheme for name in self._projections}  # not chosen automatically
 
     def _importance(self, source: Checkpoint, name: str) -> Tensor | None:
         """Importance as in ``quantize_``, inferred from the weights of neighboring layers."""

@@ -65,7 +65,7 @@ def _unsupported_reason(reader: str | None, scheme: Scheme) -> str | None:
         return None
     if reader == "vllm" and scheme.activations == "int8" and not scheme.symmetric:
         return f"vLLM does not support zero points with int8 activations ({scheme}): add --symmetric"
-    if reader == "vllm" and scheme.activations == "fp8" and scheme.size != 128:
+    if reader == "vllm" and scheme.activations == "fp8" and scheme.group_size != 128:
         return f"vLLM supports {scheme.word} only in groups of 128: add --group-size 128"
     if reader == "transformers" and not scheme.symmetric:
         return f"transformers refuses the zero points of {scheme} in compressed-tensors: add --symmetric"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..nn.linear import QuantLinear, pack_weight
 from ..ops import modes
-from ..quantization import auto_group_size, quantize
+from ..quantization import quantize
 from ..quantization.callbacks import layer_filter
 from ..quantization.module_swap import put_module
 from ..quantization.walk import Layer
@@ -92,8 +92,6 @@ def by_layer(
         if unit[0].weight.is_meta:
             raise ValueError(f"by_layer: {unit[0].row.name} is on meta, so the model cannot run. Load it first.")
     importance = quantize.importance_of(planned.layers)
-    if any(auto_group_size.is_auto(unit[0].scheme) for unit in units):
-        auto_group_size.assign(units, auto_group_size.measured(units, importance, None, progress))
     made = [_quantized(unit, importance.get(unit[0].row.name)) for unit in units]
     found: list[list[tuple[float, float]]] = [[] for _ in units]
     with tqdm(total=len(units) * len(pieces), delay=2, disable=not progress) as bar:

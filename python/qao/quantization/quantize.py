@@ -19,7 +19,7 @@ from ..ops import modes
 from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ..quant_primitives.integer import check_finite
 from ..schemes import Int4Weight, PackedWeight, Scheme
-from . import auto_group_size, fused_experts, listeners, targets
+from . import fused_experts, listeners, targets
 from .callbacks import layer_filter
 from .module_swap import put_module
 from .report import Report, Row
@@ -80,16 +80,12 @@ def quantize_(
             ``filter_fn`` takes (name, module); or the argument order of a function as scheme is unclear.
         ValueError: a key of the dict matches no module; no layer is left to quantize, and layers are already quantized
             with another scheme; a weight holds NaN, Inf or values beyond the range of its scales; a weight on meta
-            would go to a device, or the reverse; a bit budget is too small, or its layers are on meta; or ``strict``
-            is set and a requested layer cannot be quantized.
+            would go to a device, or the reverse; or ``strict`` is set and a requested layer cannot be quantized.
         RuntimeError, AssertionError: ``device`` does not exist.
     """
     filter_fn = layer_filter(filter_fn, filter, "quantize_")
     planned = plan(model, scheme, filter_fn, embeddings, device, strict)
     importance = importance_of(planned.layers)
-    if any(auto_group_size.is_auto(layer.scheme) for layer in planned.pending):
-        units = units_of(planned.pending)
-        auto_group_size.assign(units, auto_group_size.measured(units, importance, device, progress))
     try:
         _replace([*units_of(planned.pending), *planned.experts], importance, device, progress)
     finally:
@@ -154,11 +150,6 @@ def plan(
     layers += [layer for layer in readers if embeddings or layer.row.status != "kept" or _was_asked_for(layer.tied_to)]
     report = Report(parameters, 0, [*(layer.row for layer in layers), *untouched])
     targets.check_device(model, device)
-    if any(auto_group_size.is_auto(layer.scheme) and isinstance(layer.module, Sharded) for layer in pending):
-        raise ValueError(
-            "quantize_: group_size='auto' with sharded layers: each rank would choose for its own part, and the ranks "
-            "would differ. Quantize before parallelize_module, or pass a group_size."
-        )
     for layer in pending:
         if layer.tied_to is None:
             _check_weight(layer, device)
@@ -255,7 +246,7 @@ def _check_weight(layer: Layer, device: torch.device | str | None) -> None:
         if layer.kind == "experts":
             fused_experts.pack(layer, weight, device)
         else:
-            pack_weight(weight, auto_group_size.fixed(layer.scheme, -1), device, layer.row.name)
+            pack_weight(weight, layer.scheme, device, layer.row.name)
 
 
 def _complain(report: Report, strict: bool) -> None:

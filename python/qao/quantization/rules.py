@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from .. import _words
-from ..schemes import Int4Weight, Scheme
+from ..schemes import Scheme
 from .callbacks import by_name_and_module
 from .walk import Walk
 
@@ -64,15 +64,12 @@ def _first_key(schemes: Mapping[str, Scheme | None], name: str) -> str | None:
 
 
 # Scheme fields that affect how a weight is quantized or run, but not the kind of layer.
-_NO_KIND = ("scale_dtype", "clip_search", "budget_bits", "whole_zeros", "fast_accum", "activation_scale")
+_NO_KIND = ("scale_dtype", "clip_search", "whole_zeros", "fast_accum", "activation_scale")
 
 
 def alike(scheme: Scheme, other: Scheme) -> bool:
     """Whether two schemes make the same kind of layer: weights, groups, activations, rotation."""
-    ignored: tuple[str, ...] = _NO_KIND
-    if any(isinstance(one, Int4Weight) and one.group_size == "auto" for one in (scheme, other)):
-        ignored = (*_NO_KIND, "group_size")
-    first, second = ({k: v for k, v in one.to_dict().items() if k not in ignored} for one in (scheme, other))
+    first, second = ({k: v for k, v in one.to_dict().items() if k not in _NO_KIND} for one in (scheme, other))
     return first == second
 
 

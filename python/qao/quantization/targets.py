@@ -16,7 +16,6 @@ from ..nn.embedding import QuantEmbedding
 from ..nn.experts import has_grouped_product
 from ..nn.packed_module import PackedModule
 from ..schemes import Scheme
-from .auto_group_size import is_auto
 from .excluded import ROUTER, is_router
 from .report import Row
 from .rules import Select, Selection
@@ -52,8 +51,6 @@ def _accept(layer: Layer, scheme: Scheme) -> None:
         layer.leave("untouched", layer.unsupported.reason)
     elif experts and not has_grouped_product(scheme):
         layer.leave("left", f"{scheme.word} has no grouped GEMM for experts: give them another scheme by name")
-    elif experts and is_auto(scheme):
-        layer.leave("left", "group sizes are not chosen for experts: give them a scheme with a fixed one by name")
     elif unsupported := layer.unsupported_here or layer.unsupported:
         layer.leave("left", unsupported.reason)
     else:

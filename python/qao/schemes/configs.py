@@ -48,16 +48,13 @@ class Int4WeightOnly(Int4Weight):
 
     Args:
         group_size: columns of W that share a scale: 32, 64, 128, 256, or -1 for one group per row. Smaller groups are
-            more accurate and cost more: a scale and, unless symmetric, a zero point per group and row. "auto":
-            ``quantize_`` and ``calibrate`` choose one for each layer.
+            more accurate and cost more: a scale and, unless symmetric, a zero point per group and row.
         symmetric: no zero points: W = (q - 8) * scale instead of (q - zero) * scale. A little smaller and faster, less
             accurate.
         scale_dtype: dtype of scales and zero points; None takes that of the layer's weight (float64: float32).
         clip_search: try several clipping ranges per group, keep the one with the least squared error, and refine scale
             and zero point by least squares, with columns weighted by estimated importance (docs/numerics.md); False
             uses the full range.
-        budget_bits: with "auto", the average bits per weight over all layers of this scheme, including scales and zero
-            points.
         whole_zeros: zero points are integers 0..15, as in checkpoints of compressed-tensors, AWQ and GPTQ: less
             accurate. Otherwise zero points are floats, at the same speed.
 
@@ -161,7 +158,7 @@ class Int8DynamicActivationInt4Weight(RotatedActivations, IntegerScaledInt4Weigh
     """W4A8: int4 weights, dynamic int8 activations with one scale per token.
 
     Args:
-        group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
+        group_size, symmetric, scale_dtype, clip_search, whole_zeros: as in ``Int4WeightOnly``.
         symmetric_activations, rotation: as in ``Int8DynamicActivationInt8Weight``.
         integer_scales: with symmetric weights, two-level scales: a row's scales are integers times one scale of the
             row, and Hopper's GEMM of many tokens needs no scaling per group; slightly less accurate
@@ -217,7 +214,7 @@ class Float8DynamicActivationInt4Weight(PowerScaledInt4Weight):
     """fp8 W4A8: int4 weights, dynamic e4m3 activations with one scale per token.
 
     Args:
-        group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
+        group_size, symmetric, scale_dtype, clip_search, whole_zeros: as in ``Int4WeightOnly``.
         power_of_two_scales: with symmetric weights, two-level scales: a row's scales are powers of two times one scale
             of the row, and Hopper's GEMM of many tokens needs no scaling per group; less accurate (docs/numerics.md).
             No effect with one group per row.

@@ -42,13 +42,13 @@ class TwoLevelInt4Weight(Int4Weight):
             return super()._quantize(weight, name, importance)
         dtype = self.scale_dtype_of(weight.dtype)
         options: Any = {"clip_search": self.clip_search, "importance": importance, "name": name}
-        return quantize_int4_two_levels(weight, self.size, self.factors, scale_dtype=dtype, **options)
+        return quantize_int4_two_levels(weight, self.group_size, self.factors, scale_dtype=dtype, **options)
 
     def one_pass(self, n: int, k: int) -> OnePass | None:
         return None if self._has_row_scales(k) else super().one_pass(n, k)
 
     def _has_row_scales(self, k: int) -> bool:
-        return self._two_levels and 0 < self.size < k
+        return self._two_levels and 0 < self.group_size < k
 
     def _row_scales(self, scales: Tensor) -> Tensor | None:
         return self.factors.row_scales(scales, str(self)) if self._two_levels and scales.shape[1] > 1 else None
@@ -78,7 +78,7 @@ class PowerScaledInt4Weight(TwoLevelInt4Weight):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_bool("fast_accum")
-        if self.fast_accum and not (self.power_of_two_scales or (self.symmetric and self.size == -1)):
+        if self.fast_accum and not (self.power_of_two_scales or (self.symmetric and self.group_size == -1)):
             one_scale = "power_of_two_scales=True, or symmetric=True and group_size=-1"
             self._reject("fast_accum", f"False unless {one_scale}: sums of each group are added in float32")
 

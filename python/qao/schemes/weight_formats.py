@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -29,53 +28,33 @@ GROUP_SIZES = (32, 64, 128, 256, -1)  # of the int4 kernels, the most accurate f
 class Int4Weight(Scheme):
     """int4, W = (q - zero) * scale in groups along K, packed in the tiles of cuda/int4/layout.h."""
 
-    group_size: int | Literal["auto"] = 128
+    group_size: int = 128
     symmetric: bool = False
     scale_dtype: torch.dtype | None = None
     clip_search: bool = True
-    budget_bits: float | None = field(default=None, kw_only=True)
     whole_zeros: bool = field(default=False, kw_only=True)
 
     weights: ClassVar[str] = "int4"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
     def __post_init__(self) -> None:
-        if self.group_size != "auto" and (type(self.group_size) is not int or self.group_size not in GROUP_SIZES):
-            self._reject("group_size", '32, 64, 128, 256, or -1 for one group per row; or "auto" with budget_bits')
-        budget = self.budget_bits
-        if self.group_size != "auto" and budget is not None:
-            self._reject("budget_bits", f"None with group_size={self.group_size}: it is for group_size='auto'")
-        number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-        if self.group_size == "auto" and not (number and 4 < budget < math.inf):  # type: ignore[operator]
-            expected = "a number above 4 with group_size='auto': bits per weight, scales and zero points included"
-            self._reject("budget_bits", expected)
+        if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
+            self._reject("group_size", "32, 64, 128, 256, or -1 for one group per row")
         self._check_bool("symmetric", "clip_search", "symmetric_activations", "whole_zeros")
         if self.scale_dtype is not None and self.scale_dtype not in FLOAT_DTYPES:
             expected = "torch.float32, torch.float16, torch.bfloat16, or None for the dtype of the layer's weight"
             self._reject("scale_dtype", expected)
 
-    @property
-    def size(self) -> int:
-        """Columns of W that share a scale; -1: the whole row."""
-        if self.group_size == "auto":
-            raise ValueError(
-                f"{self}: group sizes are chosen among the layers of a model, by qao.quantize_ or qao.calibrate. Pass "
-                f"a number for one layer: {', '.join(map(str, GROUP_SIZES))}."
-            )
-        return self.group_size
-
     def to_dict(self) -> dict[str, Any]:
         content = super().to_dict()
-        for name in ("budget_bits", "whole_zeros"):  # omitted if off, for readers of older versions
-            if not content[name]:
-                del content[name]
+        if not self.whole_zeros:  # omitted if off, for readers of older versions
+            del content["whole_zeros"]
         return content
 
     def __str__(self) -> str:
         activations = "" if self.symmetric_activations else ", asymmetric activations"
-        groups = f"auto {self.budget_bits:g} bits" if self.group_size == "auto" else f"g{self.group_size}"
         zeros = "symmetric" if self.symmetric else "asymmetric, whole zeros" if self.whole_zeros else "asymmetric"
-        return f"{self.word} {groups} {zeros}{activations}"
+        return f"{self.word} g{self.group_size} {zeros}{activations}"
 
     def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
         return self.scale_dtype or super().scale_dtype_of(given)
@@ -87,36 +66,36 @@ class Int4Weight(Scheme):
         dtype = self.scale_dtype_of(weight.dtype)
         options: Any = {"clip_search": self.clip_search, "whole_zeros": self.whole_zeros, "name": name}
         options["importance"] = importance
-        return quantize_int4(weight, self.size, symmetric=self.symmetric, scale_dtype=dtype, **options)
+        return quantize_int4(weight, self.group_size, symmetric=self.symmetric, scale_dtype=dtype, **options)
 
     def one_pass(self, n: int, k: int) -> OnePass | None:
-        return None if self.clip_search else (torch.uint8, 1, self.size, self.symmetric, self.whole_zeros)
+        return None if self.clip_search else (torch.uint8, 1, self.group_size, self.symmetric, self.whole_zeros)
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
-        groups = 1 if self.size == -1 else -(-k // self.size)
+        groups = 1 if self.group_size == -1 else -(-k // self.group_size)
         return (torch.uint8,), (n, groups), not self.symmetric
 
     def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
-        return torch.ops.qao.pack_int4(q, scales, zeros, self.size)  # type: ignore[no-any-return]
+        return torch.ops.qao.pack_int4(q, scales, zeros, self.group_size)  # type: ignore[no-any-return]
 
     def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        q, plain, zeros = weight_ops.unpack_int4(weight, scales, n, k, self.size)
+        q, plain, zeros = weight_ops.unpack_int4(weight, scales, n, k, self.group_size)
         return q, plain, None if self.symmetric else zeros
 
     def units(self, n: int, k: int) -> tuple[int, int]:
-        return 1, self.size if 0 < self.size < k else 1
+        return 1, self.group_size if 0 < self.group_size < k else 1
 
     def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        return row_sums(q, scales, 8 if zeros is None else zeros, self.size)
+        return row_sums(q, scales, 8 if zeros is None else zeros, self.group_size)
 
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        return weight_ops.dequantize_int4(weight, scales, n, k, self.size, dtype)
+        return weight_ops.dequantize_int4(weight, scales, n, k, self.group_size, dtype)
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
-        return n, k, self.size
+        return n, k, self.group_size
 
     def _problem(self, **facts: Any) -> _host.Problem:
-        return super()._problem(group_size=self.size, has_zeros=not self.symmetric, **facts)
+        return super()._problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)
 
 
 @dataclass(frozen=True)
@@ -134,7 +113,7 @@ class Fp4Weight(Scheme):
             self._reject("format", '"mxfp4" or "nvfp4"')
 
     @property
-    def size(self) -> int:
+    def group_size(self) -> int:
         """Columns of W that share a scale."""
         return fp4.GROUPS[self.format]
 
@@ -150,7 +129,7 @@ class Fp4Weight(Scheme):
         try:
             divisor = None if zeros is None else zeros.detach().reshape(-1)
             n, k = q.shape
-            return PackedWeight(*fp4.pack_fp4(q, scales, divisor, self.size), sizes=(n, k))
+            return PackedWeight(*fp4.pack_fp4(q, scales, divisor, self.group_size), sizes=(n, k))
         except ValueError as error:
             raise ValueError(f"{self}: {error}") from error
 
@@ -158,32 +137,32 @@ class Fp4Weight(Scheme):
         return quantize_fp4(weight, self.format, name=name)
 
     def one_pass(self, n: int, k: int) -> OnePass | None:
-        return torch.float4_e2m1fn_x2, 1, self.size, True, False
+        return torch.float4_e2m1fn_x2, 1, self.group_size, True, False
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
-        return (torch.uint8,), (n, -(-k // self.size)), False
+        return (torch.uint8,), (n, -(-k // self.group_size)), False
 
     def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
-        return fp4.pack_fp4(q, scales, zeros, self.size)
+        return fp4.pack_fp4(q, scales, zeros, self.group_size)
 
     def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        q, plain, divisor = fp4.unpack_fp4(weight, scales, n, k, self.size)
+        q, plain, divisor = fp4.unpack_fp4(weight, scales, n, k, self.group_size)
         return q, plain, None if divisor is None else divisor[:, None]
 
     def units(self, n: int, k: int) -> tuple[int, int]:
-        return 1, self.size if self.size < k else 1
+        return 1, self.group_size if self.group_size < k else 1
 
     def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         raise NotImplementedError("activations of fp4 weights have no zero points")
 
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        return fp4.dequantize_fp4(weight, scales, n, k, self.size, dtype)
+        return fp4.dequantize_fp4(weight, scales, n, k, self.group_size, dtype)
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
-        return n, k, self.size
+        return n, k, self.group_size
 
     def _problem(self, **facts: Any) -> _host.Problem:
-        return super()._problem(group_size=self.size, **facts)
+        return super()._problem(group_size=self.group_size, **facts)
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ def can_write(scheme: Scheme, in_features: int | None = None) -> str | None:
         return f"compressed-tensors has no name for {scheme}"
     if scheme.rotation:
         return f"compressed-tensors cannot hold the rotation of {scheme}: save it in qao's own format"
-    if isinstance(scheme, (Fp4Weight, Int4Weight)) and scheme.size > 0 and in_features is not None:
-        if in_features % scheme.size:
-            return f"in_features {in_features} is not a multiple of the group size {scheme.size}"
+    if isinstance(scheme, (Fp4Weight, Int4Weight)) and scheme.group_size > 0 and in_features is not None:
+        if in_features % scheme.group_size:
+            return f"in_features {in_features} is not a multiple of the group size {scheme.group_size}"
     return None
 
 
@@ -78,7 +78,7 @@ def layer_tensors(layer: QuantLinear) -> dict[str, Tensor]:
 
 
 def _int4(scheme: Int4Weight, qweight: Tensor, scales: Tensor, n: int, k: int) -> dict[str, Tensor]:
-    q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.size)
+    q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.group_size)
     whole = zeros.to(torch.uint8)
     if not torch.equal(whole.to(zeros.dtype), zeros) or (whole > 15).any():
         raise ValueError("compressed-tensors: zero points of this layer are not integers 0..15")
@@ -166,9 +166,9 @@ def _group(scheme: Scheme) -> dict[str, Any]:
         format, changes = fp4_args(scheme.format)
         weights = _args(4, "float", "") | changes
     elif isinstance(scheme, Int4Weight):
-        by_row = scheme.size == -1
+        by_row = scheme.group_size == -1
         weights = _args(4, "int", "channel" if by_row else "group", symmetric=scheme.symmetric)
-        weights["group_size"] = None if by_row else scheme.size
+        weights["group_size"] = None if by_row else scheme.group_size
     else:
         weights = _args(8, "int", "channel")
     return {"weights": weights, "input_activations": _inputs(scheme), "output_activations": None, "format": format}

@@ -18,7 +18,6 @@ from ...nn.marker import Marker
 from ...nn.packed_module import PackedModule
 from ...quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ...quantization import targets
-from ...quantization.auto_group_size import is_auto
 from ...quantization.fused_experts import Arriving
 from ...quantization.module_swap import put_module
 from ...quantization.quantize import quantize_
@@ -221,9 +220,7 @@ class Loader:
         for layer in found.linears:
             names = [f"{name}.weight" for name in (layer.row.name, *layer.row.aliases)]
             alone = users[id(layer.module._parameters.get("weight"))] == 1 and not tied.intersection(names)
-            if is_auto(layer.scheme):  # needs all weights
-                self._late = (nn.Linear, nn.Embedding)
-            elif layer.scheme is not None and alone:
+            if layer.scheme is not None and alone:
                 self.pending.update(dict.fromkeys(names, layer))
                 if isinstance(layer.scheme, Int4Weight) and layer.scheme.clip_search:
                     for other in importance_sources(layer.row.name):

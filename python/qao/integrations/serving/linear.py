@@ -116,7 +116,7 @@ class ServedLinear:
 
     def _group_size(self) -> int | None:
         """Number of columns that share a scale in the tiles of a 4-bit weight, -1: all; None for other weights."""
-        return self.scheme.size if isinstance(self.scheme, (Fp4Weight, Int4Weight)) else None
+        return self.scheme.group_size if isinstance(self.scheme, (Fp4Weight, Int4Weight)) else None
 
     def _check_head(self, rows: int) -> None:
         """Check a head with ``rows`` rows, which engines pad; 0 for other layers."""
