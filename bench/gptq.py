@@ -39,7 +39,7 @@ def run(device: str) -> dict[str, Any]:
         for name, scheme in SCHEMES.items():
 
             def call(weight: Tensor = weight, hessian: Tensor = hessian, scheme: qao.Scheme = scheme) -> object:
-                return quantized([weight], hessian, scheme, 0.01, ["weight"], 0)
+                return quantized([weight], hessian, scheme, 0.01, ["weight"])
 
             call()
             (seconds,) = interleaved([call], _CELL_S, device, 3)

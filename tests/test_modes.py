@@ -157,20 +157,17 @@ def samples(device: str) -> list[Tensor]:
 
 
 CALIBRATED = [
-    (scheme, method, rounds)
-    for scheme, method, rounds in [
-        (SCHEMES[0], "gptq", 1), (SCHEMES[1], "gptq", 0), (SCHEMES[2], "gptq", 0), (SCHEMES[4], "gptq", 0),
-        (SCHEMES[6], "smoothquant", 0), (qao.Int8DynamicActivationInt8Weight(), "smoothquant", 1)]
-]  # fmt: skip
+    *((SCHEMES[i], "gptq") for i in (0, 1, 2, 4)),
+    (SCHEMES[6], "smoothquant"),
+    (qao.Int8DynamicActivationInt8Weight(), "smoothquant"),
+]
 
 
-@pytest.mark.parametrize(("scheme", "method", "rounds"), CALIBRATED, ids=str)
+@pytest.mark.parametrize(("scheme", "method"), CALIBRATED, ids=str)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_calibrate_is_the_same_in_every_mode_but_autocast(
-    scheme: qao.Scheme, method: str, rounds: int, device: str
-) -> None:
+def test_calibrate_is_the_same_in_every_mode_but_autocast(scheme: qao.Scheme, method: str, device: str) -> None:
     def calibrated(model: nn.Module) -> nn.Module:
-        qao.calibrate(model, data, scheme, method=method, rounds=rounds, progress=False)
+        qao.calibrate(model, data, scheme, method=method, progress=False)
         return model
 
     base, data = blocks(device), samples(device)
@@ -187,12 +184,12 @@ def test_calibrate_is_the_same_in_every_mode_but_autocast(
 
 
 @pytest.mark.parametrize("to", LOWER, ids=str)
-@pytest.mark.parametrize(("scheme", "method", "rounds"), CALIBRATED, ids=str)
-def test_calibrate_under_autocast(scheme: qao.Scheme, method: str, rounds: int, to: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("scheme", "method"), CALIBRATED, ids=str)
+def test_calibrate_under_autocast(scheme: qao.Scheme, method: str, to: torch.dtype, device: str) -> None:
     """The same as of a model that enters autocast in its forward."""
 
     def calibrated(model: nn.Module) -> nn.Module:
-        qao.calibrate(model, data, scheme, method=method, rounds=rounds, progress=False)
+        qao.calibrate(model, data, scheme, method=method, progress=False)
         return model
 
     data = samples(device)

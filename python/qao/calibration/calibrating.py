@@ -37,7 +37,6 @@ def calibrate(
     *,
     method: str = "gptq",
     damping: float = 0.01,
-    rounds: int = 0,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     embeddings: bool = False,
     progress: bool = True,
@@ -63,8 +62,6 @@ def calibrate(
         method: "gptq"; or "smoothquant", which first moves activation outliers into weights where this is exact (for
             schemes with quantized activations).
         damping: of GPTQ, as a fraction of the mean diagonal of H: use more with little data.
-        rounds: number of refinements of int4 and int8 codes and scales after GPTQ; each takes as long as GPTQ. They
-            reduce the layers' errors but not the loss of the measured model: docs/calibrate.md.
         filter_fn, embeddings, progress, strict, filter: as in ``quantize_``.
 
     Returns:
@@ -82,8 +79,6 @@ def calibrate(
         raise ValueError(f"calibrate: method must be one of {', '.join(METHODS)}, not {method!r}")
     if not (isinstance(damping, (int, float)) and 0 < damping <= 1):
         raise ValueError(f"calibrate: damping must be a number above 0, at most 1, not {damping!r}")
-    if type(rounds) is not int or rounds < 0:
-        raise ValueError(f"calibrate: rounds must be an integer of 0 or more, not {rounds!r}")
     _check_data(model)
     if any(isinstance(module, Sharded) for module in model.modules()):
         raise ValueError("calibrate: the model is sharded, and calibration needs whole weights. Shard it afterwards.")
@@ -101,7 +96,7 @@ def calibrate(
             if method == "smoothquant":
                 smooth(model, calls, units, folded)
             for some, hessian, note in _inputs(model, calls, units, progress):
-                _quantize(some, hessian, note, damping, rounds)
+                _quantize(some, hessian, note, damping)
             for unit in planned.experts:
                 fused_experts.replace(unit, None)
     except BaseException:
@@ -202,7 +197,7 @@ def _linears(units: Iterable[Unit]) -> list[nn.Module]:
     return [layer.module for unit in units for layer in unit if layer.is_linear]
 
 
-def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, damping: float, rounds: int) -> None:
+def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, damping: float) -> None:
     """Quantizes layers with a common input."""
     firsts = [unit[0] for unit in units]
     names, scheme = [layer.row.name for layer in firsts], firsts[0].scheme
@@ -213,7 +208,7 @@ def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, dampi
         made = [(pack_weight(layer.weight, scheme, None, layer.row.name), None, None) for layer in firsts]
     else:
         weights = [layer.weight for layer in firsts]
-        made = [*quantized(weights, hessian, scheme, damping, names, rounds)]
+        made = [*quantized(weights, hessian, scheme, damping, names)]
     for unit, (packed, error, of_nearest) in zip(units, made, strict=True):
         if error is not None and not math.isfinite(error):
             raise ValueError(f"{unit[0].row.name}: its outputs are too large for float32, so errors cannot be weighted")

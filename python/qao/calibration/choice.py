@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..ops.rotation import rotated, rotated_hessian
 from ..schemes import PackedWeight, Scheme
-from .gptq import damped, damping_of, gptq
+from .gptq import damping_of, gptq
 from .grid import Grid
-from .refining import refined
 
 
 class Choice(NamedTuple):
@@ -24,13 +23,12 @@ class Choice(NamedTuple):
 
 
 def quantized(
-    weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, damping: float, names: Sequence[str], rounds: int = 2
+    weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, damping: float, names: Sequence[str]
 ) -> list[Choice]:
     """Quantizes float weights [N, K] of layers with a common input; ``hessian`` [K, K] is the mean of x xᵀ.
 
     Scales come from the scheme's search, with the damped diagonal of H as column importance. Codes come from GPTQ on
-    the rows of all weights at once. ``rounds`` further rounds refine integer codes and their scales. A weight keeps
-    round-to-nearest if that has the smaller error under H.
+    the rows of all weights at once. A weight keeps round-to-nearest if that has the smaller error under H.
 
     Raises:
         ValueError: as ``Scheme.quantize``; the message begins with the name of the weight.
@@ -43,25 +41,18 @@ def quantized(
     nearest = [scheme._quantize(w.detach(), name, importance) for w, name in zip(weights, names, strict=True)]
     grids = [Grid.of(one, scheme, *weight.shape) for one, weight in zip(nearest, weights, strict=True)]
     floats = [weight.detach().float() for weight in weights]
-    stacked, all_rows = grids[0].stacked(grids[1:]), torch.cat(floats)
-    found, errors_under_h = gptq(all_rows, hessian, stacked, damping=damping)
-    if rounds and stacked.limits is not None:
-        dtype, regular = nearest[0].scales.dtype, damped(hessian, damping)
-        found, stacked = refined(all_rows, regular, stacked, found, rounds=rounds, dtype=dtype)
-        errors_under_h = _squares(all_rows - stacked.dequantize(found), hessian)
+    found, errors_under_h = gptq(torch.cat(floats), hessian, grids[0].stacked(grids[1:]), damping=damping)
     products = _for_products(hessian)
     results, rows = [], [len(weight) for weight in weights]
-    parts = zip(found.split(rows), stacked.split(rows), errors_under_h.split(rows), strict=True)
-    for weight, one, grid, (codes, refined_grid, after) in zip(floats, nearest, grids, parts, strict=True):
+    parts = zip(found.split(rows), errors_under_h.split(rows), strict=True)
+    for weight, one, grid, (codes, after) in zip(floats, nearest, grids, parts, strict=True):
         before = _squares(weight - grid.dequantize(one.q.float()), products).sum()
         whole = _squares(weight, products).sum()
         errors = torch.stack((before, after.sum(), whole)).clamp_(min=0).tolist()
         better = errors[1] < errors[0]
-        q, scales = (codes.to(grid.dtype), refined_grid.scales) if better else (one.q, one.scales)
-        scales = one.scales if stacked.limits is None else scales.to(one.scales.dtype)  # fp8 scales: unchanged
-        packed = scheme.pack(q, scales, one.zeros)
+        packed = scheme.pack(codes.to(grid.dtype) if better else one.q, one.scales, one.zeros)
         if better:
-            off = torch.linalg.vector_norm(weight - refined_grid.dequantize(codes), dtype=torch.float64).item()
+            off = torch.linalg.vector_norm(weight - grid.dequantize(codes), dtype=torch.float64).item()
             norm = torch.linalg.vector_norm(weight, dtype=torch.float64).item()
             packed = packed._replace(relative_error=off / norm if norm else 0.0)
         else:

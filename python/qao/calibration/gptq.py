@@ -74,13 +74,6 @@ def damping_of(hessian: Tensor, damping: float) -> Tensor:
     return torch.where(diagonal > 0, shift, torch.maximum(mean, shift))
 
 
-def damped(hessian: Tensor, damping: float) -> Tensor:
-    """H in float64 plus ``damping_of`` on the diagonal."""
-    result = hessian.to(torch.float64, copy=True)
-    result.diagonal().add_(damping_of(hessian, damping))
-    return result
-
-
 def _factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """float32 [K, K] and [K]: the columns of R divided by its diagonal, and the squares of the diagonal.
 

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ..ops.packed_shape import SCALE_BLOCK
 from ..quant_primitives.integer import QuantizedWeight
-from ..quant_primitives.two_level import Factors
 from ..schemes import Float8Weight, Int4Weight, Scheme
-from ..schemes.two_level import TwoLevelInt4Weight
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,6 @@ class Grid:
     zeros: Tensor | None  # None: 0
     size: int
     limits: tuple[int, int] | None
-    unit: Tensor | None = None  # float32 [N, 1], the row scales of two-level scales
-    factors: Factors | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,10 +38,7 @@ class Grid:
         scales = quantized.scales.float()
         if isinstance(scheme, Int4Weight):
             zeros = torch.full_like(scales, 8) if quantized.zeros is None else quantized.zeros.float()
-            unit = scheme._row_scales(quantized.scales)
-            unit = None if unit is None else unit[:, None]
-            factors = scheme.factors if isinstance(scheme, TwoLevelInt4Weight) else None
-            return cls(scales, zeros, k if scheme.group_size == -1 else scheme.group_size, (0, 15), unit, factors)
+            return cls(scales, zeros, k if scheme.group_size == -1 else scheme.group_size, (0, 15))
         if not isinstance(scheme, Float8Weight):
             return cls(scales.view(n, 1), None, k, (-127, 127))
         if scheme.granularity == "block":
@@ -56,23 +49,7 @@ class Grid:
         """One grid for the stacked rows of several weights of one scheme."""
         grids = [self, *others]
         zeros = None if self.zeros is None else torch.cat([grid.zeros for grid in grids if grid.zeros is not None])
-        unit = None if self.unit is None else torch.cat([grid.unit for grid in grids if grid.unit is not None])
-        return Grid(torch.cat([grid.scales for grid in grids]), zeros, self.size, self.limits, unit, self.factors)
-
-    def split(self, rows: Sequence[int]) -> list[Grid]:
-        """The inverse of ``stacked``."""
-
-        def parts(tensor: Tensor | None) -> Sequence[Tensor | None]:
-            return [None] * len(rows) if tensor is None else tensor.split(list(rows))
-
-        every = zip(self.scales.split(list(rows)), parts(self.zeros), parts(self.unit), strict=True)
-        return [Grid(scales, zeros, self.size, self.limits, unit, self.factors) for scales, zeros, unit in every]
-
-    def stored_scales(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Scales [N] of a group after rounding to their stored form."""
-        if self.unit is not None and self.factors is not None:
-            return self.factors.nearest(scales, self.unit[:, 0])
-        return scales.to(dtype).float()
+        return Grid(torch.cat([grid.scales for grid in grids]), zeros, self.size, self.limits)
 
     def columns(self, which: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points [columns, N] of the given columns."""

@@ -49,10 +49,6 @@ class Factors(ABC):
         """The same with NaN for rows without such a scale."""
 
     @abstractmethod
-    def nearest(self, scales: Tensor, unit: Tensor) -> Tensor:
-        """The allowed scale nearest to each of ``scales``, with the same sign; ``unit``: the row's scale."""
-
-    @abstractmethod
     def search(
         self, groups: Tensor, wanted: Tensor, dtype: torch.dtype, weights: Tensor | None, by_error: bool
     ) -> Tensor:
@@ -78,9 +74,6 @@ class _WholeNumbers(Factors):
             result = torch.where(result.isnan() & fits.all(1, keepdim=True), unit, result)
         return result.float().flatten()
 
-    def nearest(self, scales: Tensor, unit: Tensor) -> Tensor:
-        return self._whole(scales, unit).mul_(unit)
-
     def _whole(self, scales: Tensor, unit: Tensor) -> Tensor:
         whole = (scales / unit).round_().clamp_(self.lowest, self.highest)
         return torch.where(whole == 0, torch.where(scales < 0, -1.0, 1.0), whole)
@@ -97,7 +90,7 @@ class _WholeNumbers(Factors):
         best, unit = torch.full_like(full, float("inf")), full
         for step in _TRIED:
             tried = (bits + step).mul_(_LAST_BIT).view(torch.float32).clamp(smallest)
-            squares = (self.nearest(wanted, tried) - wanted).square_()  # error per squared code
+            squares = (self._whole(wanted, tried).mul_(tried) - wanted).square_()  # error per squared code
             cost = (squares if weights is None else squares.mul_(weights.sum(-1))).sum(1, keepdim=True)
             best, unit = torch.minimum(cost, best), torch.where(cost < best, tried, unit)
         near = self._whole(wanted, unit)
@@ -122,9 +115,6 @@ class _PowersOfTwo(Factors):
         times = exact.abs() / largest
         fits = (times == _power_of(times)) & (times >= 2.0**-14) & (exact == scales)
         return torch.where(fits.all(1), largest.flatten(), float("nan"))
-
-    def nearest(self, scales: Tensor, unit: Tensor) -> Tensor:
-        return self._power(scales, unit) * unit
 
     def _power(self, scales: Tensor, unit: Tensor) -> Tensor:
         return _power_of((scales / unit).abs_().mul_(2**0.5)).clamp_(self.lowest, self.highest).copysign_(scales)
