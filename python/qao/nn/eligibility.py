@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from .. import ops
 from ..schemes import FLOAT_DTYPES, Scheme
 from .packed_module import PackedModule, Sharded
-from .subclass import computes_linear
 
 SHARDED = (
     "it is sharded (fully_shard, FSDP, tensor parallelism): quantize first, then call fully_shard, because "
@@ -31,6 +30,8 @@ _READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
 # The same by class name, because the library is optional: RWKV rescales these weights in place.
 _WRITTEN_BY_MODEL = {"RwkvSelfAttention": ("output",), "RwkvFeedForward": ("value",)}
 
+# Subclasses of nn.Linear with a forward that computes x · Wᵀ + bias. By name, because their packages are optional.
+_PLAIN_SUBCLASSES = (("transformers.models.falcon.modeling_falcon", "FalconLinear"), ("timm.layers.linear", "Linear"))
 _EXPERTS_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
@@ -155,9 +156,10 @@ def projections_of(fused: Any) -> tuple[str, str]:
 
 def _linear(linear: nn.Module) -> str | None:
     plain = isinstance(linear, nn.Linear)  # otherwise Conv1D
-    known = not plain or isinstance(linear, Sharded) or type(linear).forward is nn.Linear.forward
-    if not known and not computes_linear(type(linear)):
-        return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
+    kind = type(linear)
+    known = not plain or isinstance(linear, Sharded) or kind.forward is nn.Linear.forward
+    if not known and (kind.__module__, kind.__name__) not in _PLAIN_SUBCLASSES:
+        return f"{kind.__name__} is a subclass of nn.Linear with its own forward"
     if reason := _weight(linear) or _bias(linear, rows=0 if plain else 1):
         return reason
     tensors = {**linear._parameters, **linear._buffers, **linear._modules}
