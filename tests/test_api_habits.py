@@ -63,15 +63,20 @@ FILTERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("function", FILTERS.values(), ids=FILTERS)
-def test_filters_and_schemes_in_either_order(function: Any) -> None:
-    filtered, chosen = model_with_head(), model_with_head()
+NAME_FIRST = {"name, module", "_, module", "callable object"}
+MODULE_FIRST = {key: function for key, function in FILTERS.items() if key not in NAME_FIRST}
+
+
+@pytest.mark.parametrize("function", MODULE_FIRST.values(), ids=MODULE_FIRST)
+def test_filters_and_schemes(function: Any) -> None:
+    filtered, chosen, old = model_with_head(), model_with_head(), model_with_head()
+    quantize_(filtered, SCHEME, filter_fn=function)
     with pytest.warns(
         DeprecationWarning, match=r"^qao.quantize_\(filter=...\) is now filter_fn\(module, fqn\);"
     ) as caught:
-        quantize_(filtered, SCHEME, filter=function)
+        quantize_(old, SCHEME, filter=function)
     assert [warning.filename for warning in caught] == [__file__]
-    assert quantized(filtered) == ["up", "down"]
+    assert quantized(filtered) == quantized(old) == ["up", "down"]
 
     @functools.wraps(function)  # takes its signature
     def scheme(*arguments: Any) -> Any:
@@ -81,34 +86,16 @@ def test_filters_and_schemes_in_either_order(function: Any) -> None:
     assert quantized(chosen) == ["up", "down"]
 
 
-@pytest.mark.parametrize(
-    "function, message",
-    [
-        (lambda a, b: isinstance(a, nn.Linear), r"whether \(a, b\) is \(name, module\) or \(module, name\) is unclear"),
-        (lambda *both: isinstance(both[0], nn.Linear), r"whether \(\*both\) is"),
-        (lambda name, fqn: True, r"whether \(name, fqn\) is"),
-        (lambda module: True, r"is called with a name and a module, but takes \(module\)"),
-        (lambda name, module, other: True, r"takes \(name, module, other\)"),
-        (max, "has no signature"),
-    ],
-)
-def test_an_unclear_order_is_refused(function: Any, message: str) -> None:
+@pytest.mark.parametrize("key", sorted(NAME_FIRST))
+def test_functions_of_name_and_module_are_refused(key: str) -> None:
     model = model_with_head()
-    with pytest.raises(TypeError, match=f"quantize_: filter.*{message}"), pytest.warns(DeprecationWarning):
-        quantize_(model, SCHEME, filter=function)
-    with pytest.raises(TypeError, match=f"quantize_: scheme.*{message}"):
-        quantize_(model, function)
+    message = r"is called with \(module, fqn\), but takes \(.*\): swap them"
+    with pytest.raises(TypeError, match=f"^quantize_: filter {message}"), pytest.warns(DeprecationWarning):
+        quantize_(model, SCHEME, filter=FILTERS[key])
+    for arguments in ({"scheme": FILTERS[key]}, {"scheme": SCHEME, "filter_fn": FILTERS[key]}):
+        with pytest.raises(TypeError, match=f"^quantize_: {[*arguments][-1]} {message}"):
+            quantize_(model, **arguments)
     assert not quantized(model)
-
-
-NAME_FIRST = {"_, module", "callable object"}
-
-
-@pytest.mark.parametrize("function", [f for key, f in FILTERS.items() if key not in NAME_FIRST | {"name, module"}])
-def test_filter_fn_takes_module_and_fqn(function: Any) -> None:
-    model = model_with_head()
-    quantize_(model, SCHEME, filter_fn=function)
-    assert quantized(model) == ["up", "down"]
 
 
 def test_filter_fn_of_unclear_order_is_called_as_in_torchao() -> None:
@@ -121,9 +108,12 @@ def test_filter_fn_of_unclear_order_is_called_as_in_torchao() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"filter_fn": FILTERS["name, module"]}, r"filter_fn\(module, fqn\), but takes \(name, module\): swap them"),
+        (
+            {"filter_fn": FILTERS["name, module"]},
+            r"is called with \(module, fqn\), but takes \(name, module\): swap them",
+        ),
         ({"filter_fn": FILTERS["callable object"]}, r"but takes \(layer_name: 'str', layer: 'Any', extra: 'int' = 0\)"),
-        ({"filter_fn": lambda module: True}, r"is called with a name and a module, but takes \(module\)"),
+        ({"filter_fn": lambda module: True}, r"is called with a module and a name, but takes \(module\)"),
         ({"filter_fn": "head"}, r"must be a function of \(module, fqn\), not 'head'"),
         ({"filter_fn": FILTERS["m, n"], "filter": FILTERS["m, n"]}, "filter is the old name of filter_fn"),
     ],

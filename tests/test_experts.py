@@ -370,7 +370,7 @@ def test_schemes_by_name_and_by_function() -> None:
     assert rows[f"{first}.down_proj"].scheme == "int4 g32 asymmetric"
     assert rows["model.layers.1.mlp.experts.down_proj"].status == "excluded"
     again = qao.quantize_(
-        model, lambda name, module: qao.Int8WeightOnly() if name.endswith("experts") else None, progress=False
+        model, lambda module, name: qao.Int8WeightOnly() if name.endswith("experts") else None, progress=False
     )
     status = {row.name: row.status for row in again.rows}
     assert status[f"{first}.gate_up_proj"] == "already quantized"

@@ -129,7 +129,7 @@ def test_the_router_of_jetmoe_stays() -> None:
         ({"gate": COARSE, "re:.*": SCHEME}, {"gate"}),
         ({"router": COARSE, "re:.*": SCHEME}, {"router.classifier"}),
         ({"re:(gate|score)": COARSE, "re:.*": SCHEME}, {"gate", "score"}),
-        (lambda name, module: SCHEME, EXCLUDED),
+        (lambda module, name: SCHEME, EXCLUDED),
     ],
 )
 def test_routers_and_single_outputs_are_quantized_where_they_are_meant(scheme: Any, named: set[str]) -> None:
@@ -161,7 +161,7 @@ def test_the_class_around_a_layer_may_say_that_it_routes() -> None:
 
 def test_a_checkpoint_with_a_quantized_router_still_loads(tmp_path: Any) -> None:
     model = Moe()
-    quantize_(model, lambda name, module: SCHEME)
+    quantize_(model, lambda module, name: SCHEME)
     qao.save(model, tmp_path / "model.safetensors")
     loaded = qao.load(tmp_path / "model.safetensors", Moe())
     assert quantized(loaded) == quantized(model)

@@ -98,7 +98,7 @@ def test_another_scheme_for_a_quantized_model_is_never_silent(recwarn: pytest.Wa
     assert rows["head"].status == "quantized" and rows["head"].note is None
     assert rows["blocks.0.up"].status == "already quantized" and rows["blocks.0.up"].scheme == str(SCHEME)
     assert "requested as int8" in (rows["blocks.0.up"].note or "") and "requested as int8" in str(report)
-    for scheme in (qao.Int4WeightOnly(256), {"blocks": qao.Int8WeightOnly()}, lambda name, module: COARSE):
+    for scheme in (qao.Int4WeightOnly(256), {"blocks": qao.Int8WeightOnly()}, lambda module, name: COARSE):
         with pytest.raises(ValueError, match="already quantized keep their scheme.*(?s:.)*dequantize_"):
             quantize_(model, scheme)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.blocks.state_dict().items())
@@ -187,7 +187,7 @@ def test_hundreds_of_layers_compile() -> None:
         ({"re:blocks": SCHEME}, {}),  # a pattern matches whole names
         ({"head": None, "re:.*down": COARSE}, {"blocks.0.down": str(COARSE), "blocks.1.down": str(COARSE)}),
         (
-            lambda name, module: COARSE if module.in_features == 96 and "1" in name else None,
+            lambda module, name: COARSE if module.in_features == 96 and "1" in name else None,
             {"blocks.1.down": str(COARSE)},
         ),
     ],
@@ -216,7 +216,7 @@ def test_filter() -> None:
         ({"haed": SCHEME}, ValueError, "no module of the model matches 'haed'"),
         ({"re:.*proj": None}, ValueError, "no module of the model matches 're:.*proj'"),
         ({"head": "int4"}, TypeError, "the scheme for head must be a Scheme or None, not 'int4'"),
-        (lambda name, module: True, TypeError, "must be a Scheme or None, not True"),
+        (lambda module, name: True, TypeError, "must be a Scheme or None, not True"),
     ],
 )
 def test_schemes_that_make_no_sense(scheme: Any, error: type[Exception], message: str) -> None:

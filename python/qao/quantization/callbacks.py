@@ -1,4 +1,4 @@
-"""Adapters for user functions of a layer's name and module."""
+"""Checks of user functions of a layer's module and its fully qualified name."""
 
 from __future__ import annotations
 
@@ -14,94 +14,57 @@ from .. import _moved
 T = TypeVar("T")
 
 _NAME = {"name", "fqn", "n", "key", "path", "qualname", "prefix"}
-_MODULE = {"module", "mod", "m", "layer", "linear", "lin", "l", "model", "child", "submodule"}
+_MODULE = {"module", "mod", "m", "layer", "linear", "model", "child", "submodule"}
 
 
-def by_name_and_module(function: Callable[..., T], what: str) -> Callable[[str, nn.Module], T]:
-    """``function`` of (name, module) or of (module, name) as a function of (name, module).
+def checked(function: Callable[[nn.Module, str], T], what: str) -> Callable[[nn.Module, str], T]:
+    """``function``, which is called as function(module, fqn): the order of torchao's filter_fn.
 
-    The order follows from the annotations (str, nn.Module) or the names of the first two parameters; one of them is
-    enough. It is never guessed: a wrong order would rarely raise and would leave every layer unquantized.
+    The other order would rarely raise and would leave every layer unquantized, so it is refused where the annotations
+    or names of the parameters show it.
 
     Raises:
-        TypeError: the order is unclear, or it does not take two arguments; the message begins with ``what``.
+        TypeError: it is no function of two arguments, or it takes (name, module); the message begins with ``what``.
     """
-    signature = _signature(function, what)
-    if signature is None:
-        raise TypeError(f"{what}: {function!r} has no signature that shows the order of its arguments; {_REMEDY}")
-    first = _first_meaning(signature)
-    if first is None:
-        unclear = f"whether ({_names(signature)}) is (name, module) or (module, name) is unclear"
-        raise TypeError(f"{what}: {unclear}; {_REMEDY}")
-    return function if first == "name" else _swapped(function)
-
-
-_REMEDY = "call its parameters `name` and `module`, in either order, or annotate them as str and nn.Module"
+    if not callable(function):
+        raise TypeError(f"{what} must be a function of (module, fqn), not {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # a C function
+        return function
+    shown = ", ".join(str(parameter) for parameter in signature.parameters.values())
+    try:
+        signature.bind("module", "fqn")
+    except TypeError as error:
+        raise TypeError(f"{what} is called with a module and a name, but takes ({shown}): {error}") from None
+    first, second = ([_meaning(one) for one in signature.parameters.values()] + [None])[:2]
+    if first == "name" or (first is None and second == "module"):
+        raise TypeError(f"{what} is called with (module, fqn), but takes ({shown}): swap them")
+    return function
 
 
 def layer_filter(
-    filter_fn: Callable[[nn.Module, str], bool] | None, filter: Callable[..., bool] | None, caller: str
+    filter_fn: Callable[[nn.Module, str], bool] | None, filter: Callable[[nn.Module, str], bool] | None, caller: str
 ) -> Callable[[nn.Module, str], bool] | None:
-    """``filter_fn``, checked, or its deprecated alias ``filter``, which takes either order; None without either.
+    """``filter_fn``, checked, or its deprecated alias ``filter``; None without either.
 
     Raises:
-        TypeError: both are given; ``filter_fn`` is no function of two arguments, or its signature shows (name, module);
-            or the order of ``filter`` is unclear.
+        TypeError: both are given, or as ``checked``.
     """
     if filter is not None:
         if filter_fn is not None:
             raise TypeError(f"{caller}: filter is the old name of filter_fn; pass only filter_fn")
         # 5: the caller of a function that modes.neutral decorates
         _moved.warn(f"qao.{caller}(filter=...)", "filter_fn(module, fqn)", stacklevel=5)
-        return _swapped(by_name_and_module(filter, f"{caller}: filter"))
-    if filter_fn is not None:
-        if not callable(filter_fn):
-            raise TypeError(f"{caller}: filter_fn must be a function of (module, fqn), not {filter_fn!r}")
-        signature = _signature(filter_fn, f"{caller}: filter_fn")
-        if signature is not None and _first_meaning(signature) == "name":
-            raise TypeError(
-                f"{caller}: filter_fn is called as filter_fn(module, fqn), but takes ({_names(signature)}): swap them"
-            )
-    return filter_fn
-
-
-def _swapped(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
-    return lambda first, second: function(second, first)
-
-
-def _signature(function: Callable[..., Any], what: str) -> inspect.Signature | None:
-    """None for C functions without one. Raises TypeError if it does not take two arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
-        return None
-    try:
-        signature.bind("name", "module")
-    except TypeError as error:
-        raise TypeError(
-            f"{what} is called with a name and a module, but takes ({_names(signature)}): {error}"
-        ) from None
-    return signature
-
-
-def _first_meaning(signature: inspect.Signature) -> str | None:
-    """ "name" or "module" for the first of two parameters; None if unclear."""
-    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY][:2]
-    meanings = [_meaning(parameter) for parameter in parameters]
-    if meanings in (["name", "module"], ["name", None], [None, "module"]):
-        return "name"
-    return "module" if meanings in (["module", "name"], ["module", None], [None, "name"]) else None
-
-
-def _names(signature: inspect.Signature) -> str:
-    return ", ".join(str(parameter) for parameter in signature.parameters.values())
+        return checked(filter, f"{caller}: filter")
+    return None if filter_fn is None else checked(filter_fn, f"{caller}: filter_fn")
 
 
 def _meaning(parameter: inspect.Parameter) -> str | None:
     """ "name", "module", or None if unclear."""
+    annotation: Any = parameter.annotation
     if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
         return None
-    annotation: Any = parameter.annotation
     if annotation is str or annotation == "str":
         return "name"
     if isinstance(annotation, type) and issubclass(annotation, nn.Module):

@@ -57,9 +57,8 @@ def quantize_(
         scheme: one scheme for all layers; or a dict from names to schemes, or a function that returns a scheme or None.
             In a dict, a name selects that module and all modules inside it, ``"re:<pattern>"`` every module with a full
             match of its name, None excludes, the first match wins, and layers without a match are excluded (a router or
-            a layer with one output needs a key that matches no other linear layers). Functions take the name and the
-            module of a layer (of fused experts: the experts module), in the order given by their parameter names
-            (``name`` or ``fqn``, ``module`` or ``m``, ...) or annotations.
+            a layer with one output needs a key that matches no other linear layers). Functions take a layer's module
+            (of fused experts: the experts module) and its fully qualified name, as ``filter_fn``.
         filter_fn: function of a layer's module and its fully qualified name, in this order as in torchao; layers with
             a false result are excluded.
         embeddings: also quantize embeddings that share the weight of a linear layer with int4 or int8 weights (the tied
@@ -69,7 +68,7 @@ def quantize_(
             host memory and a GPU that holds the result but not the float weights. None: each layer on its device.
         progress: show a progress bar after two seconds.
         strict: raise instead of warning if a requested layer cannot be quantized.
-        filter: deprecated alias of ``filter_fn``, for functions of (name, module) or (module, name) as above.
+        filter: deprecated alias of ``filter_fn``.
 
     Returns:
         A Report with a row for every linear layer, every embedding that is quantized or affected by ``embeddings``, and
@@ -77,7 +76,7 @@ def quantize_(
 
     Raises:
         TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; ``scheme`` has another type;
-            ``filter_fn`` takes (name, module); or the argument order of a function as scheme is unclear.
+            or ``filter_fn`` or a function as scheme takes (name, module).
         ValueError: a key of the dict matches no module; no layer is left to quantize, and layers are already quantized
             with another scheme; a weight holds NaN, Inf or values beyond the range of its scales; a weight on meta
             would go to a device, or the reverse; or ``strict`` is set and a requested layer cannot be quantized.

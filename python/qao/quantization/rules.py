@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _words
 from ..schemes import Scheme
-from .callbacks import by_name_and_module
+from .callbacks import checked
 from .walk import Walk
 
 Select = Callable[[str, nn.Module], Scheme | None]
@@ -31,19 +31,22 @@ class Selection:
         return chosen
 
 
-def selector(found: Walk, scheme: Scheme | Mapping[str, Scheme | None] | Select) -> Selection:
+def selector(
+    found: Walk, scheme: Scheme | Mapping[str, Scheme | None] | Callable[[nn.Module, str], Scheme | None]
+) -> Selection:
     if isinstance(scheme, type) or not (isinstance(scheme, (Scheme, Mapping)) or callable(scheme)):
         own = isinstance(scheme, type) and issubclass(scheme, Scheme)
         hint = f"; did you mean {scheme.__name__}()?" if own else _words.hint(scheme)
         raise TypeError(
             "quantize_: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, or a "
-            f"function of name and module, not {scheme!r}{hint}"
+            f"function of (module, fqn), not {scheme!r}{hint}"
         )
     kept = {layer.row.name: layer.excluded for layer in found.linears if layer.excluded is not None}
     if isinstance(scheme, Scheme):
         return Selection(lambda name, module: scheme, kept)
     if not isinstance(scheme, Mapping):
-        return Selection(by_name_and_module(scheme, "quantize_: scheme"), {})
+        function = checked(scheme, "quantize_: scheme")
+        return Selection(lambda name, module: function(module, name), {})
     for key in scheme:
         if not any(matches(key, name) for name in found.modules):
             raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
