@@ -1,4 +1,4 @@
-"""Cost of ``qao.batch_invariant()``: a layer inside and outside the mode, interleaved in one process."""
+"""Cost of ``qao.ops.batch_invariant()``: a layer inside and outside the mode, interleaved in one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure(scheme: qao.Scheme, n: int, k: int, tokens: tuple[int, ...], device:
 
 
 def _call(mm: Callable[[Tensor], Tensor], x: Tensor, invariant: bool) -> None:
-    with qao.batch_invariant(invariant), torch.no_grad():
+    with qao.ops.batch_invariant(invariant), torch.no_grad():
         mm(x)
 
 

@@ -34,7 +34,7 @@ SCHEMES = {
     "fp8 block": qao.Float8WeightOnly(granularity="block"),
     "int8_int8": qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
     "int8_int4": qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
-    "fp8_fp8": qao.Float8DynamicActivationFloat8Weight(granularity="tensor", activation_scale=0.02),
+    "fp8_fp8": qao.Float8StaticActivationFloat8Weight(granularity="tensor", activation_scale=0.02),
     "fp8_int4": qao.Float8DynamicActivationInt4Weight(group_size=32),
 }
 

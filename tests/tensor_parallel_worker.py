@@ -33,7 +33,7 @@ SCHEMES = {
     "fp8_fp8": qao.Float8DynamicActivationFloat8Weight(),
     "fp8_fp8 block": qao.Float8DynamicActivationFloat8Weight(granularity="block"),
     "fp8_fp8 tensor": qao.Float8DynamicActivationFloat8Weight(granularity="tensor"),
-    "fp8_fp8 static": qao.Float8DynamicActivationFloat8Weight(granularity="tensor", activation_scale=0.01),
+    "fp8_fp8 static": qao.Float8StaticActivationFloat8Weight(granularity="tensor", activation_scale=0.01),
     "fp8_int4": qao.Float8DynamicActivationInt4Weight(group_size=32),
 }
 PLAN = {"up": Colwise(), "down": Rowwise()}

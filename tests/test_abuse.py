@@ -29,7 +29,7 @@ SCHEMES = (
     qao.Float8WeightOnly(),
     qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
     qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
-    qao.Float8DynamicActivationFloat8Weight(activation_scale=0.01),
+    qao.Float8StaticActivationFloat8Weight(activation_scale=0.01),
     qao.Float8DynamicActivationInt4Weight(group_size=32),
 )
 
@@ -308,14 +308,14 @@ def test_the_defaults_of_torch_do_not_matter(scheme: qao.Scheme, change: Callabl
 )
 def test_an_activation_scale_that_float32_cannot_hold(scale: Any) -> None:
     with pytest.raises(ValueError, match=r"activation_scale must be a number from 1\.175e-38 to 3\.403e\+38.*, not "):
-        qao.Float8DynamicActivationFloat8Weight(activation_scale=scale)
+        qao.Float8StaticActivationFloat8Weight(activation_scale=scale)
 
 
 @pytest.mark.parametrize("scale", [1.1754943508222875e-38, 3.4e38, 1])
 @pytest.mark.usefixtures("defaults")
 def test_an_activation_scale_is_float32(scale: float) -> None:
     torch.set_default_dtype(torch.float64)
-    stored = layer_of(qao.Float8DynamicActivationFloat8Weight(activation_scale=scale)).activation_scale
+    stored = layer_of(qao.Float8StaticActivationFloat8Weight(activation_scale=scale)).activation_scale
     assert stored is not None and stored.dtype == torch.float32 and stored.item() == pytest.approx(scale)
 
 

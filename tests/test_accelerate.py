@@ -22,7 +22,7 @@ SCHEME = Int4WeightOnly(group_size=32)
 SCHEMES = {
     "up": SCHEME,
     "down": qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
-    "head": qao.Float8DynamicActivationFloat8Weight(activation_scale=0.01),
+    "head": qao.Float8StaticActivationFloat8Weight(activation_scale=0.01),
 }
 IDS = torch.arange(10)
 SPREAD = {"embed": "cpu", "up": "disk", "down": "cpu", "head": "disk"}

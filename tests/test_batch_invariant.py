@@ -160,14 +160,14 @@ def layer_of(device: str) -> qao.QuantLinear:
 
 def test_layers_in_the_context(device: str) -> None:
     layer, x = layer_of(device), torch.randn(130, 512, device=device)
-    with qao.batch_invariant():
+    with qao.ops.batch_invariant():
         inside = layer(x)
         assert all(torch.equal(layer(x[:m]), inside[:m]) for m in (1, 5, 40))
-        with qao.batch_invariant(False):
+        with qao.ops.batch_invariant(False):
             assert not MODE.on
         assert MODE.on
     assert not MODE.on
-    with pytest.raises(ValueError, match="out"), qao.batch_invariant():
+    with pytest.raises(ValueError, match="out"), qao.ops.batch_invariant():
         raise ValueError("out")
     assert not MODE.on
 
@@ -188,13 +188,13 @@ def test_graphs_hold_the_mode() -> None:
     layer, x = layer_of("cpu"), torch.randn(5, 512)
 
     def within(x: Tensor) -> Tensor:
-        with qao.batch_invariant():
+        with qao.ops.batch_invariant():
             return layer(x)
 
     with torch.no_grad():
         assert captured(within, x)[0][-1] is True
         assert len(captured(layer, x)[0]) == 4
-        with qao.batch_invariant():
+        with qao.ops.batch_invariant():
             assert captured(layer, x)[0][-1] is True
             program = torch.export.export(layer, (x,))
         assert "True" in program.graph_module.code
@@ -207,14 +207,14 @@ def test_graphs_hold_the_mode() -> None:
         compiled = torch.compile(layer, backend=backend, fullgraph=True)
         for _ in range(2):  # a graph for either, and no more
             assert torch.equal(compiled(x), layer(x))
-            with qao.batch_invariant():
+            with qao.ops.batch_invariant():
                 assert torch.equal(compiled(x), layer(x))
         assert ["True" in graph.code for graph in graphs] == [False, True]
 
 
 def test_gradients_and_transforms(device: str) -> None:
     layer, x = layer_of(device), torch.randn(6, 512, device=device)
-    with qao.batch_invariant():
+    with qao.ops.batch_invariant():
         y = layer(x)
         assert torch.equal(torch.vmap(layer)(x), y)
         assert torch.equal(torch.func.vmap(torch.func.vmap(layer))(x.view(2, 3, 512)), y.view(2, 3, -1))

@@ -71,11 +71,11 @@ CASES = {
     "FP8_BLOCK": (preset_name_to_scheme("FP8_BLOCK", ["Linear"]), qao.Float8DynamicActivationFloat8Weight("block")),
     "FP8": (
         preset_name_to_scheme("FP8", ["Linear"]),
-        qao.Float8DynamicActivationFloat8Weight("tensor", activation_scale=0.25),
+        qao.Float8StaticActivationFloat8Weight("tensor", activation_scale=0.25),
     ),
     "FP8 channel, static": (
         (weights(8, "float", "channel"), weights(8, "float", "tensor")),
-        qao.Float8DynamicActivationFloat8Weight("row", activation_scale=0.25),
+        qao.Float8StaticActivationFloat8Weight("row", activation_scale=0.25),
     ),
     "FP8 tensor by token": (
         (weights(8, "float", "tensor"), FP8_TOKEN),
@@ -354,7 +354,7 @@ def test_presets_are_said_as_the_package_says_them() -> None:
         "W8A8": qao.Int8DynamicActivationInt8Weight(),
         "W4A8": qao.Int8DynamicActivationInt4Weight(128, True),
         "W4AFP8": qao.Float8DynamicActivationInt4Weight(128, True),
-        "FP8": qao.Float8DynamicActivationFloat8Weight("tensor", activation_scale=1.0),
+        "FP8": qao.Float8StaticActivationFloat8Weight("tensor", activation_scale=1.0),
         "FP8_DYNAMIC": qao.Float8DynamicActivationFloat8Weight("row"),
         "FP8_BLOCK": qao.Float8DynamicActivationFloat8Weight("block"),
         "NVFP4A16": qao.Fp4WeightOnly("nvfp4"),
@@ -377,8 +377,8 @@ def test_several_schemes_make_groups_with_exact_targets(tmp_path: Path) -> None:
         "a.q": qao.Int4WeightOnly(32, whole_zeros=True),
         "a.k": qao.Int4WeightOnly(32, whole_zeros=True),
         "a.o": qao.Float8DynamicActivationFloat8Weight("row", fast_accum=True),
-        "head": qao.Float8DynamicActivationFloat8Weight("row", activation_scale=0.5),
-        "tail": qao.Float8DynamicActivationFloat8Weight("row", activation_scale=2.0),
+        "head": qao.Float8StaticActivationFloat8Weight("row", activation_scale=0.5),
+        "tail": qao.Float8StaticActivationFloat8Weight("row", activation_scale=2.0),
     }
     layers = {name: qao.QuantLinear.from_linear(torch.nn.Linear(64, 16), scheme) for name, scheme in schemes.items()}
     config = quantization_config(schemes, [])

@@ -58,7 +58,9 @@ def test_one_scale(shape: tuple[int, ...], static: bool, tmp_path: Path) -> None
         del tensors["a.input_scale"]
     write(tmp_path, tensors, fp8(weight_block_size=None, activation_scheme="static" if static else "dynamic"))
     layer = layer_of(open_checkpoint(tmp_path), "a")
-    scheme = qao.Float8DynamicActivationFloat8Weight("tensor", activation_scale=0.5 if static else None)
+    scheme: qao.Scheme = qao.Float8DynamicActivationFloat8Weight("tensor")
+    if static:
+        scheme = qao.Float8StaticActivationFloat8Weight("tensor", activation_scale=0.5)
     assert layer.scheme == scheme
     assert torch.equal(layer.dequantize(torch.float32), weight.float() * torch.tensor(0.03))
 

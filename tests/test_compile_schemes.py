@@ -39,7 +39,7 @@ SCHEMES: dict[str, qao.Scheme] = {
     "fp8_fp8": qao.Float8DynamicActivationFloat8Weight(),
     "fp8_fp8_tensor": qao.Float8DynamicActivationFloat8Weight(granularity="tensor"),
     "fp8_fp8_block": qao.Float8DynamicActivationFloat8Weight(granularity="block"),
-    "fp8_fp8_static": qao.Float8DynamicActivationFloat8Weight(activation_scale=0.02),
+    "fp8_fp8_static": qao.Float8StaticActivationFloat8Weight(activation_scale=0.02),
     "fp8_int4": qao.Float8DynamicActivationInt4Weight(),
 }
 ONE_OF_EACH = ("int4", "int8", "fp8", "int8_int8", "int8_int4_asymmetric", "fp8_fp8", "fp8_int4")

@@ -93,7 +93,7 @@ def _block(kind: Any, **sizes: int) -> Any:
 
 
 MODELS: list[Callable[[], Any]] = [qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3]
-STATIC = qao.Float8DynamicActivationFloat8Weight(activation_scale=0.05, granularity="tensor")
+STATIC = qao.Float8StaticActivationFloat8Weight(activation_scale=0.05, granularity="tensor")
 IDS = torch.arange(22).view(2, 11) * 7 % 64
 
 

@@ -129,7 +129,7 @@ def test_a_row_has_the_same_bits_alone(scheme: Scheme, device: str) -> None:
     experts = make_experts(scheme, 3, 64, 128, device=device)
     x = randn(30, 128, dtype=torch.bfloat16, device=device)
     function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
-    with qao.batch_invariant():
+    with qao.ops.batch_invariant():
         y = function(*experts.all_arguments(x, ends([20, 0, 10], device)), gate=SILU)
         alone = function(*experts.all_arguments(x[25:26], ends([0, 0, 1], device)), gate=SILU)
     assert torch.equal(bits(y[25:26]), bits(alone))

@@ -17,6 +17,7 @@ from ops_support import randn
 from qao import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
+    Float8StaticActivationFloat8Weight,
     Float8WeightOnly,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
@@ -40,7 +41,7 @@ SCHEMES: dict[qao.Scheme, Activation] = {
     Float8DynamicActivationFloat8Weight(): FP8,
     Float8DynamicActivationFloat8Weight("tensor"): FP8_TENSOR,
     Float8DynamicActivationFloat8Weight("block"): FP8_BLOCK,
-    Float8DynamicActivationFloat8Weight(activation_scale=0.02): Activation("fp8", group_size=0, static_scale=0.02),
+    Float8StaticActivationFloat8Weight(activation_scale=0.02): Activation("fp8", group_size=0, static_scale=0.02),
     Float8DynamicActivationInt4Weight(64): FP8_BESIDE_INT4,
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: str(scheme).replace(" ", "_"))
@@ -135,7 +136,7 @@ def test_scales_take_the_dtype_of_the_weight() -> None:
             "int8_int4 g64 symmetric, asymmetric activations, scales bfloat16",
         ),
         (
-            Float8DynamicActivationFloat8Weight(activation_scale=0.1, fast_accum=True),
+            Float8StaticActivationFloat8Weight(activation_scale=0.1, fast_accum=True),
             "fp8_fp8 row, static activations, fast accumulation, scales float32",
         ),
         (Float8DynamicActivationInt4Weight(-1), "fp8_int4 g-1 asymmetric, scales bfloat16"),
@@ -353,7 +354,7 @@ def test_activations_that_need_tensors_of_their_own() -> None:
     for strict in (True, False):
         with pytest.raises(RuntimeError, match="weight_sums: the checkpoint has none"):
             make(scheme=asymmetric).load_state_dict(make(scheme=Int8WeightOnly()).state_dict(), strict=strict)
-    static = Float8DynamicActivationFloat8Weight(activation_scale=0.5)
+    static = Float8StaticActivationFloat8Weight(activation_scale=0.5)
     with pytest.raises(RuntimeError, match='Unexpected key.*"activation_scale"'):
         make(scheme=Float8DynamicActivationFloat8Weight()).load_state_dict(make(scheme=static).state_dict())
     with pytest.raises(RuntimeError, match='Missing key.*"activation_scale"'):

@@ -40,7 +40,7 @@ def test_schemes_as_data(kind: type[qao.Scheme]) -> None:
 
 def test_a_scheme_with_every_field_set() -> None:
     int4 = qao.Int8DynamicActivationInt4Weight(64, True, torch.float16, False, False)
-    fp8 = qao.Float8DynamicActivationFloat8Weight("tensor", 0.25, True)
+    fp8 = qao.Float8StaticActivationFloat8Weight("tensor", activation_scale=0.25, fast_accum=True)
     for scheme in (int4, fp8):
         assert qao.schemes.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
 

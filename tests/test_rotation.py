@@ -243,7 +243,7 @@ def test_gradients_are_those_of_the_unrotated_weight(scheme: Any, device: str) -
 def test_batch_invariance_holds_beside_it(scheme: Any, device: str) -> None:
     layer = qao.QuantLinear.from_linear(linear(dtype=torch.bfloat16, device=device), scheme)
     x = with_outlier(randn(70, 192, dtype=torch.bfloat16, device=device))
-    with qao.batch_invariant():
+    with qao.ops.batch_invariant():
         y = layer(x)
         assert all(torch.equal(layer(x[i : i + 1]), y[i : i + 1]) for i in (0, 33, 69))
         assert torch.equal(layer(x[:20]), y[:20])

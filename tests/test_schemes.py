@@ -11,6 +11,7 @@ from ops_support import randn
 from qao import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
+    Float8StaticActivationFloat8Weight,
     Float8WeightOnly,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
@@ -19,6 +20,7 @@ from qao import (
     QuantLinear,
 )
 from qao.ops import reference
+from qao.schemes import scheme_from_dict
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,25 +78,22 @@ def test_int4_rejects(
         (Float8WeightOnly, {"granularity": "column"}, ValueError, 'granularity must be "row", "tensor" or "block"'),
         (Float8DynamicActivationFloat8Weight, {"granularity": 128}, ValueError, "granularity must be"),
         (Float8DynamicActivationFloat8Weight, {"fast_accum": 1}, TypeError, "fast_accum must be True or False"),
-        (
-            Float8DynamicActivationFloat8Weight,
-            {"activation_scale": 0.0},
-            ValueError,
-            "activation_scale must be a",
-        ),
-        (Float8DynamicActivationFloat8Weight, {"activation_scale": "1"}, ValueError, "activation_scale must be"),
-        (
-            Float8DynamicActivationFloat8Weight,
-            {"activation_scale": float("inf")},
-            ValueError,
-            "activation_scale must be",
+        *(
+            (
+                Float8StaticActivationFloat8Weight,
+                {"activation_scale": scale},
+                ValueError,
+                "activation_scale must be a n",
+            )
+            for scale in (0.0, "1", float("inf"), None, True)
         ),
         (
-            Float8DynamicActivationFloat8Weight,
+            Float8StaticActivationFloat8Weight,
             {"activation_scale": 0.1, "granularity": "block"},
             ValueError,
-            "activation_scale must be None with granularity",
+            'granularity must be "row" or "tensor"',
         ),
+        (Float8DynamicActivationFloat8Weight, {"activation_scale": 0.0}, ValueError, "activation_scale must be a n"),
     ],
 )
 def test_eight_bits_reject(
@@ -102,6 +101,25 @@ def test_eight_bits_reject(
 ) -> None:
     with pytest.raises(error, match=f"{config.__name__}: {message}"):
         config(**arguments)
+
+
+def test_static_scales_have_a_scheme() -> None:
+    """Its serialized form is that of the old name, so files are read both ways."""
+    scheme = Float8StaticActivationFloat8Weight("tensor", activation_scale=0.25, fast_accum=True)
+    message = r"^Float8DynamicActivationFloat8Weight\(activation_scale=...\) is now Float8StaticActivation"
+    with pytest.warns(DeprecationWarning, match=message) as caught:
+        old = Float8DynamicActivationFloat8Weight("tensor", 0.25, True)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert list(old.to_dict().items()) == list(scheme.to_dict().items())
+    assert scheme_from_dict(old.to_dict()) == scheme != old
+    assert str(old) == str(scheme) == "fp8_fp8 tensor, static activations, fast accumulation"
+    dynamic = Float8DynamicActivationFloat8Weight()
+    assert scheme_from_dict(dynamic.to_dict()) == dynamic
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(64, 48), torch.randn(3, 64)
+    layers = [QuantLinear.from_linear(linear, one) for one in (scheme, old)]
+    assert torch.equal(layers[0](x), layers[1](x))
+    layers[0].load_state_dict(layers[1].state_dict())
 
 
 # ---- weights that others quantized -----------------------------------------------------------------------------------

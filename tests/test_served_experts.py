@@ -21,7 +21,7 @@ SIZES = ((2 * WIDTH, K), (K, WIDTH))  # of up (gate and up) and down
 GROUP = 128
 OWN = [
     *(qao.Fp4WeightOnly("nvfp4"), qao.Float8DynamicActivationFloat8Weight("block")),
-    *(qao.Float8DynamicActivationFloat8Weight("tensor"), qao.Float8DynamicActivationFloat8Weight(activation_scale=0.2)),
+    *(qao.Float8DynamicActivationFloat8Weight("tensor"), qao.Float8StaticActivationFloat8Weight(activation_scale=0.2)),
 ]
 
 Part = tuple[QuantProjection, QuantProjection]

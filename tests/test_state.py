@@ -23,7 +23,7 @@ SCHEMES = [
     qao.Int8WeightOnly(),
     qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
     qao.Float8WeightOnly("block"),
-    qao.Float8DynamicActivationFloat8Weight(activation_scale=0.1),
+    qao.Float8StaticActivationFloat8Weight(activation_scale=0.1),
 ]
 SIZES = [(7, 64), (4, 64), (16, 60), (16, 64)]  # packed weights of four bits have one shape
 

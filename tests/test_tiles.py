@@ -54,7 +54,7 @@ def derivatives(scheme: Scheme, weight: Weight, arguments: tuple[Any, ...], devi
         return scheme.differentiable(x, *weight.operands, None, *arguments).square().sum()
 
     found = [torch.autograd.grad(loss(x), x)[0], torch.func.grad(loss)(x.detach())]
-    with qao.batch_invariant():
+    with qao.ops.batch_invariant():
         found.append(torch.autograd.grad(loss(x), x)[0])
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)

@@ -17,7 +17,7 @@ SCHEMES = [
     qao.Float8WeightOnly(granularity="block"),
     qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
     qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
-    qao.Float8DynamicActivationFloat8Weight(granularity="tensor", activation_scale=0.02),
+    qao.Float8StaticActivationFloat8Weight(granularity="tensor", activation_scale=0.02),
     qao.Float8DynamicActivationInt4Weight(group_size=32),
 ]
 # Those that one kernel quantizes.

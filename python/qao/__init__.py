@@ -20,12 +20,12 @@ from .integrations.huggingface.from_pretrained import from_pretrained
 from .integrations.imports import install as _install
 from .nn.linear import QuantLinear
 from .nn.update import update_
-from .ops.batch_invariant import batch_invariant
 from .quantization.dequantize import dequantize_
 from .quantization.quantize import quantize_
 from .schemes import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
+    Float8StaticActivationFloat8Weight,
     Float8WeightOnly,
     Fp4WeightOnly,
     Int4WeightOnly,
@@ -38,6 +38,7 @@ from .schemes import (
 __all__ = [
     "Float8DynamicActivationFloat8Weight",
     "Float8DynamicActivationInt4Weight",
+    "Float8StaticActivationFloat8Weight",
     "Float8WeightOnly",
     "Fp4WeightOnly",
     "Int4WeightOnly",
@@ -47,7 +48,6 @@ __all__ = [
     "QaoConfig",
     "QuantLinear",
     "Scheme",
-    "batch_invariant",
     "calibrate",
     "dequantize_",
     "explain",
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from .diagnostics import Explanation as Explanation
     from .nn import QuantEmbedding as QuantEmbedding
     from .nn import QuantExperts as QuantExperts
+    from .ops import batch_invariant as batch_invariant
     from .quantization.report import Report as Report
     from .quantization.report import Row as Row
     from .schemes import SCHEMES as SCHEMES
@@ -134,4 +135,5 @@ _OF_OTHERS = {
     "Int8DynamicActivationInt4WeightConfig": "Int8DynamicActivationInt4Weight",
     "Float8DynamicActivationFloat8WeightConfig": "Float8DynamicActivationFloat8Weight",
     "Float8DynamicActivationInt4WeightConfig": "Float8DynamicActivationInt4Weight",
+    "Float8StaticActivationFloat8WeightConfig": "Float8StaticActivationFloat8Weight",
 }

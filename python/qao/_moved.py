@@ -30,7 +30,7 @@ _PACKAGES = {
     "quantization": {"dequantize": "dequantize", "quantize": "quantize", "report": "report"},
     "schemes": {
         "formats": "weight_formats",
-        "formats_fp8": "fp8_dynamic",
+        "formats_fp8": "fp8_activations",
         "formats_two_levels": "two_level",
         "rotation": "rotation",
         "scheme": "base",
@@ -45,6 +45,7 @@ NAMES = {
     "Report": "qao.quantization.report",
     "Row": "qao.quantization.report",
     "SCHEMES": "qao.schemes",
+    "batch_invariant": "qao.ops",
     "scheme_from_dict": "qao.schemes",
 }
 _MOVED = {f"qao.{old}": f"qao.{package}.{new}" for package, of in _PACKAGES.items() for old, new in of.items()}

@@ -55,6 +55,7 @@ _CLASSES = {
     "Float8WeightOnlyConfig": _NAMES["fp8"],
     "Float8DynamicActivationFloat8WeightConfig": _NAMES["fp8_fp8"],
     "Float8DynamicActivationInt4WeightConfig": _NAMES["fp8_int4"],
+    "Float8StaticActivationFloat8WeightConfig": "qao.Float8StaticActivationFloat8Weight(activation_scale=...)",
 }
 
 

@@ -20,7 +20,7 @@ EXPERT_SCHEMES = [
     qao.Fp4WeightOnly("nvfp4"),
     qao.Float8WeightOnly("tensor"),
     qao.Float8DynamicActivationFloat8Weight("block"),
-    qao.Float8DynamicActivationFloat8Weight(activation_scale=0.05),
+    qao.Float8StaticActivationFloat8Weight(activation_scale=0.05),
     qao.Int8DynamicActivationInt8Weight(rotation=64),
 ]
 

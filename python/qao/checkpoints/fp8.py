@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from ..ops.packed_shape import SCALE_BLOCK
-from ..schemes import Float8DynamicActivationFloat8Weight, Granularity
+from ..schemes import Float8DynamicActivationFloat8Weight, Float8StaticActivationFloat8Weight, Granularity, Scheme
 from .base import QuantizedLayer
 from .files import TensorFiles
 from .plain import FP8_SCALES, check_layer_name, fp8_scale_shapes, read_fp8
@@ -49,13 +49,12 @@ def read_huggingface(files: TensorFiles, settings: Settings) -> list[QuantizedLa
         granularity: Granularity = "block" if block else "tensor"
         files.check(key, dtypes, *fp8_scale_shapes(granularity, n, k))
         keys = [weight, key]
-        static = None
+        scheme: Scheme = Float8DynamicActivationFloat8Weight(granularity)
         if activations == "static":
             scale = f"{name}.input_scale"
             scale = scale if scale in files else f"{name}.activation_scale"
-            static = files.scalar(scale)
             keys.append(scale)
-        scheme = Float8DynamicActivationFloat8Weight(granularity, activation_scale=static)
+            scheme = Float8StaticActivationFloat8Weight(granularity, activation_scale=files.scalar(scale))
         layers.append(QuantizedLayer(name, scheme, n, k, tuple(keys), partial(read_fp8, files, weight, key)))
     return layers
 

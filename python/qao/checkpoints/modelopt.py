@@ -22,6 +22,7 @@ import torch
 from ..ops.packed_shape import SCALE_BLOCK
 from ..schemes import (
     Float8DynamicActivationFloat8Weight,
+    Float8StaticActivationFloat8Weight,
     Float8WeightOnly,
     Fp4WeightOnly,
     Granularity,
@@ -103,7 +104,7 @@ def _fp8(files: TensorFiles, name: str, settings: Settings, granularity: Granula
     if granularity == "row":
         scheme = Float8DynamicActivationFloat8Weight("row")
     elif granularity == "tensor" and static in files:
-        scheme = Float8DynamicActivationFloat8Weight("tensor", activation_scale=files.scalar(static))
+        scheme = Float8StaticActivationFloat8Weight("tensor", activation_scale=files.scalar(static))
         keys += (static,)
     return QuantizedLayer(name, scheme, n, k, keys, partial(read_fp8, files, weight, scale))
 

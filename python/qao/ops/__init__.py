@@ -9,8 +9,8 @@ Arguments and result that all dense GEMMs (``*_mm``) share:
     weight, scales: in the format below.
     bias: [N] in a float dtype, or None.
     result: [..., N], contiguous, in x's dtype; accumulated in float32, or exactly if both operands are integers.
-grouped_autograd.py documents grouped GEMMs, ``*_grouped_mm``. With ``batch_invariant``, or within
-``qao.batch_invariant()``, a row of the result depends on its row of x and W alone. GEMMs raise RuntimeError if a shape,
+grouped_autograd.py documents grouped GEMMs, ``*_grouped_mm``. With ``batch_invariant``, or within the context
+``batch_invariant()``, a row of the result depends on its row of x and W alone. GEMMs raise RuntimeError if a shape,
 dtype, device or alignment does not fit; the message lists all operands and the remedy. Gradients go to x and bias. The
 gradient of x is dy · W: quantization of x counts as the identity (straight-through).
 
@@ -60,6 +60,7 @@ from .fp4 import (
     unpack_fp4,
 )
 from .autograd import product
+from .batch_invariant import batch_invariant
 from .activation_ops import (
     add_rms_norm_int4_mm,
     add_rms_norm_quantize,
@@ -129,6 +130,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_int4_mm",
     "add_rms_norm_quantize",
+    "batch_invariant",
     "dequantize_fp4",
     "dequantize_fp8",
     "dequantize_int4",

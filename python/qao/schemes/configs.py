@@ -7,21 +7,22 @@ scheme's operator applies:
     int4         Int4WeightOnly             Int8DynamicActivationInt4Weight       Float8DynamicActivationInt4Weight
     int8         Int8WeightOnly             Int8DynamicActivationInt8Weight
     e4m3         Float8WeightOnly                                                 Float8DynamicActivationFloat8Weight
+                                                                                  Float8StaticActivationFloat8Weight
     e2m1         Fp4WeightOnly
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _moved, ops
 from ..ops.rotation import with_row_scales
-from .fp8_dynamic import Float8Operands
+from .fp8_activations import Float8Operands
 from .rotation import RotatedActivations
 from .two_level import IntegerScaledInt4Weight, PowerScaledInt4Weight
 from .weight_formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, Scheme
@@ -30,6 +31,7 @@ __all__ = [
     "SCHEMES",
     "Float8DynamicActivationFloat8Weight",
     "Float8DynamicActivationInt4Weight",
+    "Float8StaticActivationFloat8Weight",
     "Float8WeightOnly",
     "Fp4WeightOnly",
     "Int4WeightOnly",
@@ -184,29 +186,46 @@ class Int8DynamicActivationInt4Weight(RotatedActivations, IntegerScaledInt4Weigh
 
 @dataclass(frozen=True)
 class Float8DynamicActivationFloat8Weight(Float8Operands):
-    """fp8 W8A8: e4m3 weights and e4m3 activations.
+    """fp8 W8A8: e4m3 weights, dynamic e4m3 activations.
 
     Args:
         granularity: of the scales: "row": per row of W and per token; "tensor": per tensor for W and x; "block":
             128 x 128 of W and 128 columns of a token.
-        activation_scale: static scale of all activations (their largest magnitude / 448); larger values saturate.
-            None: dynamic. A layer stores it as a float32 tensor of that name.
         fast_accum: let GPUs accumulate more than 128 columns in the tensor core's short accumulator: faster, less
             accurate.
+        activation_scale: deprecated; use ``Float8StaticActivationFloat8Weight``.
 
     Raises:
-        ValueError, TypeError: an argument is not as above, or ``activation_scale`` with "block".
+        ValueError, TypeError: an argument is not as above.
     """
 
-    word: ClassVar[str] = "fp8_fp8"
-    activations: ClassVar[str] = "fp8"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activation_scale is not None:
+            self._check_scale()
+            old = "Float8DynamicActivationFloat8Weight(activation_scale=...)"
+            _moved.warn(old, "Float8StaticActivationFloat8Weight(activation_scale=...)", stacklevel=4)
 
-    @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
-        weight, scales, bias, x_scale = layer["qweight"], layer["scales"], layer["bias"], layer["activation_scale"]
-        if x_scale is None and not constants:
-            return ops.product(ops.FP8_FP8, (), x, weight, scales, bias)
-        return ops.product(ops.FP8_FP8, constants, x, weight, scales, bias, x_scale)
+
+@dataclass(frozen=True)
+class Float8StaticActivationFloat8Weight(Float8Operands):
+    """fp8 W8A8: e4m3 weights, e4m3 activations with one scale for all of them that is fixed beforehand.
+
+    Args:
+        granularity: of the scales of W: "row" or "tensor".
+        activation_scale: the largest magnitude of the activations / 448; larger values saturate. A layer stores it as a
+            float32 tensor of that name.
+        fast_accum: as in ``Float8DynamicActivationFloat8Weight``.
+
+    Raises:
+        ValueError, TypeError: an argument is not as above.
+    """
+
+    activation_scale: float = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_scale()
 
 
 @dataclass(frozen=True)
@@ -234,7 +253,7 @@ class Float8DynamicActivationInt4Weight(PowerScaledInt4Weight):
         return ops.product(ops.FP8_INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
 
-# Every scheme class by its word.
+# A scheme class for each word.
 SCHEMES: dict[str, type[Scheme]] = {
     kind.word: kind
     for kind in (
@@ -256,6 +275,8 @@ def scheme_from_dict(content: Mapping[str, Any]) -> Scheme:
     kind = SCHEMES.get(word) if isinstance(word, str) else None
     if kind is None:
         raise ValueError(f"scheme_from_dict: {word!r} is not a scheme; use one of {', '.join(SCHEMES)}")
+    if kind is Float8DynamicActivationFloat8Weight and content.get("activation_scale") is not None:
+        kind = Float8StaticActivationFloat8Weight
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     arguments = {name: value for name, value in content.items() if name != "scheme"}
     if unknown := sorted(arguments.keys() - known):

@@ -10,6 +10,7 @@ import torch
 from ...schemes import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
+    Float8StaticActivationFloat8Weight,
     Float8WeightOnly,
     Fp4WeightOnly,
     Granularity,
@@ -219,10 +220,12 @@ def layer_scheme(
             return Float8WeightOnly(weights.granularity), notes
         by_token = weights.strategy == "tensor" and inputs.strategy == "token"
         granularity: Granularity = "row" if by_token else weights.granularity
-        scheme = Float8DynamicActivationFloat8Weight(
-            granularity, activation_scale=activation_scale, fast_accum=group.fast_accum
-        )
-        return scheme, notes
+        fast = group.fast_accum
+        if activation_scale is None:
+            return Float8DynamicActivationFloat8Weight(granularity, fast_accum=fast), notes
+        return Float8StaticActivationFloat8Weight(
+            granularity, activation_scale=activation_scale, fast_accum=fast
+        ), notes
     if weights.bits == 8:
         if inputs is None:
             return Int8WeightOnly(), notes

@@ -46,8 +46,8 @@ def translate(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
     plain = found.read()
     if isinstance(scheme, Int4Weight):
         scheme = replace(scheme, scale_dtype=plain.scales.dtype)
-    if isinstance(found.scheme, type(scheme)) and found.scheme.activation_scale is not None:
-        scheme = replace(scheme, activation_scale=found.scheme.activation_scale)
+    if found.scheme.activation_scale is not None:
+        scheme = found.scheme
     try:
         packed = scheme.pack(*plain)
     except (ValueError, RuntimeError) as error:

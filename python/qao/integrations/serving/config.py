@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...schemes import Float8DynamicActivationFloat8Weight, Scheme
+from ...schemes import Float8StaticActivationFloat8Weight, Scheme
 from ..huggingface.config import QaoConfig
 
 
@@ -142,5 +142,5 @@ _JOINED: dict[str, tuple[str, ...]] = {
 
 
 def _alike(scheme: Scheme | None) -> Scheme | None:
-    static = isinstance(scheme, Float8DynamicActivationFloat8Weight) and scheme.activation_scale is not None
+    static = isinstance(scheme, Float8StaticActivationFloat8Weight)
     return replace(scheme, activation_scale=1.0) if static else scheme  # type: ignore[type-var]

@@ -7,7 +7,6 @@ parameters do not exist at that time. Those of gate and up start with "w13_", th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,13 @@ from sglang.srt.layers.quantization.gptq.schemes import GPTQIntelAMXMoEScheme, G
 from torch import Tensor, nn
 
 from ...checkpoints.plain import nibbles
-from ...schemes import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight, PackedWeight, Scheme
+from ...schemes import (
+    Float8DynamicActivationFloat8Weight,
+    Float8StaticActivationFloat8Weight,
+    Int8DynamicActivationInt8Weight,
+    PackedWeight,
+    Scheme,
+)
 from ..serving import moe
 from .kernels import awq_values, gptq_values, online, unsupported_blocks, unsupported_fp8
 
@@ -91,7 +96,7 @@ class EightBits(Weights):
         if not self.static:
             return self.scheme, made
         scale = own["input_scale"].max().reshape(1).clone()
-        scheme: Any = replace(self.scheme, activation_scale=scale.item())  # type: ignore[type-var]
+        scheme = Float8StaticActivationFloat8Weight(activation_scale=scale.item())
         return scheme, made._replace(activation_scale=scale)
 
 

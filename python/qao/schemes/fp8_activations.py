@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from .. import ops
 from ..ops.packed_shape import SCALE_BLOCK
 from .weight_formats import Float8Weight, _host
 
@@ -19,21 +22,23 @@ class Float8Operands(Float8Weight):
     activation_scale: float | None = None
     fast_accum: bool = False
 
+    word: ClassVar[str] = "fp8_fp8"
+    activations: ClassVar[str] = "fp8"
     default_constants: ClassVar[tuple[int, ...]] = (-1, False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_bool("fast_accum")
+
+    def _check_scale(self) -> None:
         scale = self.activation_scale
-        if scale is not None:
-            # Kernels read it as float32: a smaller one would be 0 or subnormal, a larger one infinite.
-            bounds = torch.finfo(torch.float32)
-            number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-            if not (number and bounds.tiny <= scale <= bounds.max):
-                expected = f"a number from {bounds.tiny:.4g} to {bounds.max:.4g} (float32), or None for a scale found"
-                self._reject("activation_scale", f"{expected} in each activation")
-            if self.granularity == "block":
-                self._reject("activation_scale", 'None with granularity "block"')
+        # Kernels read it as float32: a smaller one would be 0 or subnormal, a larger one infinite.
+        bounds = torch.finfo(torch.float32)
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not (number and bounds.tiny <= scale <= bounds.max):  # type: ignore[operator]
+            self._reject("activation_scale", f"a number from {bounds.tiny:.4g} to {bounds.max:.4g} (float32)")
+        if self.granularity == "block":
+            self._reject("granularity", '"row" or "tensor" with a static activation_scale')
 
     def _x_granularity(self) -> str:
         return self.granularity if self.activation_scale is None else "tensor"
@@ -54,3 +59,10 @@ class Float8Operands(Float8Weight):
             fast_accum=self.fast_accum,
             **facts,
         )
+
+    @staticmethod
+    def mm(x: Tensor, layer: Mapping[str, Any], constants: tuple[Any, ...]) -> Tensor:
+        weight, scales, bias, x_scale = layer["qweight"], layer["scales"], layer["bias"], layer["activation_scale"]
+        if x_scale is None and not constants:
+            return ops.product(ops.FP8_FP8, (), x, weight, scales, bias)
+        return ops.product(ops.FP8_FP8, constants, x, weight, scales, bias, x_scale)
