@@ -155,19 +155,34 @@ def test_the_operators_are_found() -> None:
     assert {"int4_mm", "pack_int4", "silu_mul_quantize"} <= OPERATORS.keys()
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_operator_has_a_function_of_its_arguments(name: str) -> None:
-    function = getattr(qao.ops, name)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_operator_has_a_function_of_its_arguments(operator: str) -> None:
+    function = getattr(qao.ops, operator)
     assert isinstance(function, types.FunctionType) and inspect.getdoc(function)
     parameters = inspect.signature(function).parameters
-    arguments = OPERATORS[name].arguments
-    assert list(parameters) == [argument.name for argument in arguments]
-    for argument in arguments:
+    arguments = OPERATORS[operator].arguments
+    renamed = {"row_scale": "router_weights"}  # next to row_scales of the weight
+    names = [renamed.get(argument.name, argument.name) for argument in arguments]
+    assert list(parameters) == names
+    for name, argument in zip(names, arguments, strict=True):
         # A schema spells ScalarType "int" once it is registered.
-        expected = "torch.dtype" if argument.name.endswith("dtype") else PYTHON_TYPE[str(argument.type)]
-        assert parameters[argument.name].annotation == expected, argument.name
-    results = ", ".join("Tensor" for _ in OPERATORS[name].returns) or "None"
+        expected = "torch.dtype" if name.endswith("dtype") else PYTHON_TYPE[str(argument.type)]
+        assert parameters[name].annotation == expected, name
+    results = ", ".join("Tensor" for _ in OPERATORS[operator].returns) or "None"
     assert inspect.signature(function).return_annotation == (f"tuple[{results}]" if "," in results else results)
+
+
+def test_an_argument_under_its_old_name_warns() -> None:
+    x, weight = torch.randn(2, 16), torch.ones(1, 8, 16, dtype=torch.int8)
+    scales, offsets, router = torch.ones(1, 8), torch.tensor([2], dtype=torch.int32), torch.tensor([0.5, 2.0])
+    tensors = x, weight, scales, None, offsets, None
+    expected = qao.ops.int8_grouped_mm(*tensors, router_weights=router)
+    message = r"^int8_grouped_mm\(row_scale=...\) is now router_weights=...; the old name will be removed in qao 0.4"
+    with pytest.warns(DeprecationWarning, match=message) as caught:
+        assert torch.equal(qao.ops.int8_grouped_mm(*tensors, row_scale=router), expected)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(TypeError, match="row_scale is the old name"), pytest.warns(DeprecationWarning):
+        qao.ops.int8_grouped_mm(*tensors, row_scale=router, router_weights=router)
 
 
 def test_the_functions_are_the_operators() -> None:

@@ -5,14 +5,15 @@ Each warns with DeprecationWarning and will be removed in qao 0.4.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 _PACKAGES = {
     "checkpoints": {"checkpoint": "save_load"},
@@ -48,6 +49,7 @@ NAMES = {
     "batch_invariant": "qao.ops",
     "scheme_from_dict": "qao.schemes",
 }
+F = TypeVar("F", bound=Callable[..., Any])
 _MOVED = {f"qao.{old}": f"qao.{package}.{new}" for package, of in _PACKAGES.items() for old, new in of.items()}
 
 
@@ -76,6 +78,24 @@ def warn(old: str, new: str, stacklevel: int) -> None:
     """``stacklevel``: as for ``warnings.warn``; 2 is the caller of this function."""
     message = f"{old} is now {new}; the old name will be removed in qao 0.4"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
+
+
+def renamed(**names: str) -> Callable[[F], F]:
+    """Decorator of a function that also takes keyword arguments under old names; ``names`` maps old to new."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            for old in names.keys() & keywords.keys():
+                warn(f"{function.__name__}({old}=...)", f"{names[old]}=...", stacklevel=3)
+                if names[old] in keywords:
+                    raise TypeError(f"{function.__name__}: {old} is the old name of {names[old]}; pass only that")
+                keywords[names[old]] = keywords.pop(old)
+            return function(*args, **keywords)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def get(name: str) -> Any:

@@ -76,7 +76,7 @@ class QuantProjection(PackedModule):
         x: Tensor,
         offsets: Tensor,
         row_index: Tensor | None = None,
-        row_scale: Tensor | None = None,
+        router_weights: Tensor | None = None,
         gate: Gate | None = None,
     ) -> Tensor:
         """y [S, N], or [S, N / 2] with a gate; arguments as in ``qao.ops.int4_grouped_mm``, for every scheme."""
@@ -95,7 +95,7 @@ class QuantProjection(PackedModule):
             tensors["bias"],
             offsets,
             row_index,
-            row_scale,
+            router_weights,
             *others,
             gate=gate,
         )

@@ -3,24 +3,25 @@
 The weight tensors of the dense operator are stacked: weight, scales and ``weight_sums`` have a leading dimension E,
 bias is [E, N] or None. Sizes: T rows of x, S rows of y; x [T, K], y [S, N] in x's dtype,
 
-    y[s] = row_scale[s] * (x[row_index[s]] · W[e]ᵀ + bias[e])   for expert e with offsets[e - 1] <= s < offsets[e],
-    y[s] = 0                                                     for rows past all experts, s >= offsets[E - 1].
+    y[s] = router_weights[s] * (x[row_index[s]] · W[e]ᵀ + bias[e])   for expert e with offsets[e - 1] <= s < offsets[e],
+    y[s] = 0                                                         for rows past all experts, s >= offsets[E - 1].
 
     offsets: int32 [E] on the device of x, cumulative token counts, the end of each expert's rows, as in torch's
         grouped_mm; or [E + 1] with a leading 0. Experts may be empty.
     row_index: int64 or int32 [S], the row of x for each row of y; None: the same row, S = T.
-    row_scale: [S] in a float dtype, applied to float32 sums before y is rounded; None: 1.
+    router_weights: [S] in a float dtype, ``row_scale`` of the operators: applied to float32 sums before y is rounded;
+        None: 1.
     gate: alpha, limit, shift and interleaved of ``qao.ops.swiglu``, applied to x · Wᵀ + bias rounded to x's dtype:
-        y is [S, N / 2], and row_scale applies after the gate. None: no gate.
+        y is [S, N / 2], and router_weights applies after the gate. None: no gate.
 
-On the CPU, without row_scale, a row has the same bits as the dense operator's result for the rows of its expert. x is
-quantized once, even if several rows of y read it (a per-tensor scale covers all rows of x). Only the result depends on
-the values in offsets; launches and sizes do not. The result is deterministic. On the CPU, offsets that decrease or
-exceed S and a row_index outside x raise RuntimeError. GPU kernels clamp them without a synchronization: an expert
-begins at the end of the previous one and ends there or later, at S at most.
+On the CPU, without router_weights, a row has the same bits as the dense operator's result for the rows of its expert.
+x is quantized once, even if several rows of y read it (a per-tensor scale covers all rows of x). Only the result
+depends on the values in offsets; launches and sizes do not. The result is deterministic. On the CPU, offsets that
+decrease or exceed S and a row_index outside x raise RuntimeError. GPU kernels clamp them without a synchronization: an
+expert begins at the end of the previous one and ends there or later, at S at most.
 
-Gradients go to x, bias and row_scale. As for dense GEMMs, quantization of x counts as the identity. A CUDA graph can
-capture the backward pass.
+Gradients go to x, bias and router_weights. As for dense GEMMs, quantization of x counts as the identity. A CUDA graph
+can capture the backward pass.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm
 GROUPED: dict[Any, Callable[..., Tensor]] = {
     getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
-_FIRST = 7  # arguments that all operators share, up to row_scale
-_BEFORE_GATE: dict[Any, tuple[Any, ...]] = {}  # defaults of the arguments between row_scale and gate
+_FIRST = 7  # arguments that all operators share, up to router_weights
+_BEFORE_GATE: dict[Any, tuple[Any, ...]] = {}  # defaults of the arguments between router_weights and gate
 for _operator in GROUPED:
     note_arguments(_operator)
     note_rotation(_operator)
@@ -61,26 +62,30 @@ define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()
 
 class _Grouped(Function):
     @staticmethod
-    def forward(x: Tensor, bias: Any, row_scale: Any, weight: Any, scales: Any, operator: Any, *rest: Any) -> Tensor:
+    def forward(
+        x: Tensor, bias: Any, router_weights: Any, weight: Any, scales: Any, operator: Any, *rest: Any
+    ) -> Tensor:
         offsets, row_index, *others = rest
-        return operator(x, weight, scales, bias, offsets, row_index, row_scale, *others)  # type: ignore[no-any-return]
+        return operator(x, weight, scales, bias, offsets, row_index, router_weights, *others)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, bias, row_scale, weight, scales, operator, offsets, row_index, *others = inputs
-        ctx.save_for_backward(x if row_scale is not None else None, bias, row_scale, weight, scales, offsets, row_index)
+        x, bias, router_weights, weight, scales, operator, offsets, row_index, *others = inputs
+        ctx.save_for_backward(
+            x if router_weights is not None else None, bias, router_weights, weight, scales, offsets, row_index
+        )
         ctx.operator, ctx.sizes = operator._schema.name, [value for value in others if type(value) is int][:3]
-        ctx.rotation = rotation_among(operator, (weight, scales, bias, offsets, row_index, row_scale, *others))
+        ctx.rotation = rotation_among(operator, (weight, scales, bias, offsets, row_index, router_weights, *others))
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias, row_scale, weight, scales, offsets, row_index = ctx.saved_tensors
+        x, bias, router_weights, weight, scales, offsets, row_index = ctx.saved_tensors
         offsets = offsets[offsets.shape[0] - weight.shape[0] :]
         wants_x, wants_bias, wants_scale, *frozen = ctx.needs_input_grad
         grad_x = grad_bias = grad_scale = None
-        factor = None if row_scale is None else row_scale.float().unsqueeze(1)
+        factor = None if router_weights is None else router_weights.float().unsqueeze(1)
         if wants_x or wants_scale:
             rows = torch.ops.qao_with_grad.grouped_rows(
                 grad.contiguous(), weight, scales, offsets, ctx.operator, ctx.x_shape[-1], ctx.sizes
@@ -95,7 +100,7 @@ class _Grouped(Function):
             grad_scale = (rows.float() * (x if row_index is None else x[row_index]).float()).sum(1)
             if bias is not None:
                 grad_scale += (grad.float() * (_members(grad, offsets) @ bias.float())).sum(1)
-            grad_scale = grad_scale.to(row_scale.dtype)
+            grad_scale = grad_scale.to(router_weights.dtype)
         if wants_bias:
             weighted = grad.float() if factor is None else grad.float() * factor
             grad_bias = (_members(grad, offsets).t() @ weighted).to(bias.dtype)
@@ -126,14 +131,16 @@ def _traced(operator: Any) -> Any:
         bias: Tensor | None,
         offsets: Tensor,
         row_index: Tensor | None,
-        row_scale: Tensor | None,
+        router_weights: Tensor | None,
         *rest: Any,
     ) -> Tensor:
         others = len(_BEFORE_GATE[operator])
         gate = rest[others] if len(rest) > others else None
-        given = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest[:others]), False)
+        given = with_mode(
+            operator, (x, weight, scales, bias, offsets, row_index, router_weights, *rest[:others]), False
+        )
         return grouped_product(
-            operator, given[_FIRST:], x, weight, scales, bias, offsets, row_index, row_scale, gate=gate
+            operator, given[_FIRST:], x, weight, scales, bias, offsets, row_index, router_weights, gate=gate
         )
 
     return traced(operator, impl)
@@ -150,10 +157,10 @@ def through_gate(rows: Tensor, gate: Gate) -> Tensor:
     return swiglu(rows, alpha, limit, shift, bool(interleaved))
 
 
-def _in_pieces(product: Callable[[Tensor | None], Tensor], row_scale: Tensor | None, gate: Gate) -> Tensor:
-    """Grouped GEMM, gate and row_scale as separate differentiable steps. ``product`` takes row_scale."""
+def _in_pieces(product: Callable[[Tensor | None], Tensor], router_weights: Tensor | None, gate: Gate) -> Tensor:
+    """Grouped GEMM, gate and router_weights as separate differentiable steps. ``product`` takes router_weights."""
     y = through_gate(product(None), gate)
-    return y if row_scale is None else (y.float() * row_scale.float().unsqueeze(1)).to(y.dtype)
+    return y if router_weights is None else (y.float() * router_weights.float().unsqueeze(1)).to(y.dtype)
 
 
 def grouped_product(
@@ -165,30 +172,30 @@ def grouped_product(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     *others: Any,
     gate: Gate | None = None,
 ) -> Tensor:
-    """Differentiable ``operator(x, weight, scales, bias, offsets, row_index, row_scale, *others, *constants, gate)``,
-    an operator of GROUPED."""
+    """Differentiable ``operator(x, weight, scales, bias, offsets, row_index, router_weights, *others, *constants,
+    gate)``, an operator of GROUPED."""
     rest = (*others, *constants)
     if MODE.on:
-        rest = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest), True)[_FIRST:]
+        rest = with_mode(operator, (x, weight, scales, bias, offsets, row_index, router_weights, *rest), True)[_FIRST:]
     wanted = torch.is_grad_enabled() and any(
-        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, bias, row_scale)
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, bias, router_weights)
     )
     differentiated = wanted or transformed()
     if differentiated and not torch.compiler.is_dynamo_compiling():
 
-        def apply(row_scale: Tensor | None) -> Tensor:
-            arguments = (x, bias, row_scale, weight, scales, operator, offsets, row_index, *rest)
+        def apply(router_weights: Tensor | None) -> Tensor:
+            arguments = (x, bias, router_weights, weight, scales, operator, offsets, row_index, *rest)
             return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
-        return apply(row_scale) if gate is None else _in_pieces(apply, row_scale, gate)
+        return apply(router_weights) if gate is None else _in_pieces(apply, router_weights, gate)
     if gate is not None:
         rest = (*rest, *_BEFORE_GATE[operator][len(rest) :], gate)
     called = TRACED[operator] if differentiated else operator
-    return called(x, weight, scales, bias, offsets, row_index, row_scale, *rest)
+    return called(x, weight, scales, bias, offsets, row_index, router_weights, *rest)
 
 
 torch.fx.wrap("grouped_product")  # one node in fx.symbolic_trace: it selects the autograd path at run time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _moved
 from .batch_invariant import asked
 from .grouped_autograd import Gate, grouped_product
 
@@ -21,6 +22,10 @@ FP8_FP8 = _qao.fp8_fp8_grouped_mm.default
 FP8_INT4 = _qao.fp8_int4_grouped_mm.default
 
 
+_renamed = _moved.renamed(row_scale="router_weights")
+
+
+@_renamed
 def int4_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -28,7 +33,7 @@ def int4_grouped_mm(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     out_features: int,
     in_features: int,
     group_size: int,
@@ -37,9 +42,10 @@ def int4_grouped_mm(
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int4_mm``."""
     constants = out_features, in_features, group_size, *asked(batch_invariant)
-    return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)
+    return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
 
 
+@_renamed
 def fp4_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -47,7 +53,7 @@ def fp4_grouped_mm(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     out_features: int,
     in_features: int,
     group_size: int,
@@ -56,9 +62,10 @@ def fp4_grouped_mm(
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp4_mm``."""
     constants = out_features, in_features, group_size, *asked(batch_invariant)
-    return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)
+    return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
 
 
+@_renamed
 def int8_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -66,15 +73,16 @@ def int8_grouped_mm(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_mm``."""
-    arguments = INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale
+    arguments = INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, router_weights
     return grouped_product(*arguments, gate=gate)
 
 
+@_renamed
 def fp8_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -82,15 +90,16 @@ def fp8_grouped_mm(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_mm``."""
-    arguments = FP8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale
+    arguments = FP8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, router_weights
     return grouped_product(*arguments, gate=gate)
 
 
+@_renamed
 def int8_int8_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -98,7 +107,7 @@ def int8_int8_grouped_mm(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     weight_sums: Tensor | None,
     batch_invariant: bool = False,
     x_rotation: int = 0,
@@ -106,10 +115,11 @@ def int8_int8_grouped_mm(
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_int8_mm``."""
     constants = asked(batch_invariant, x_rotation)
-    arguments = INT8_INT8, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums
+    arguments = INT8_INT8, constants, x, weight, scales, bias, offsets, row_index, router_weights, weight_sums
     return grouped_product(*arguments, gate=gate)
 
 
+@_renamed
 def int8_int4_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -117,7 +127,7 @@ def int8_int4_grouped_mm(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     weight_sums: Tensor | None,
     out_features: int,
     in_features: int,
@@ -129,10 +139,11 @@ def int8_int4_grouped_mm(
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_int4_mm``; ``row_scales`` is [E, N]."""
     constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, x_rotation)
-    arguments = INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums
+    arguments = INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, weight_sums
     return grouped_product(*arguments, gate=gate)
 
 
+@_renamed
 def fp8_fp8_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -140,7 +151,7 @@ def fp8_fp8_grouped_mm(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     x_scale: Tensor | None,
     x_group_size: int,
     fast_accum: bool,
@@ -149,10 +160,11 @@ def fp8_fp8_grouped_mm(
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_fp8_mm``; all experts share ``x_scale``, float32 [1]."""
     constants = x_group_size, fast_accum, *asked(batch_invariant)
-    arguments = FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, row_scale, x_scale
+    arguments = FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, router_weights, x_scale
     return grouped_product(*arguments, gate=gate)
 
 
+@_renamed
 def fp8_int4_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -160,7 +172,7 @@ def fp8_int4_grouped_mm(
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
-    row_scale: Tensor | None,
+    router_weights: Tensor | None,
     out_features: int,
     in_features: int,
     group_size: int,
@@ -171,4 +183,4 @@ def fp8_int4_grouped_mm(
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_int4_mm``; ``row_scales`` is [E, N]."""
     constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, fast_accum)
-    return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)
+    return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
