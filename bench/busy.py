@@ -99,7 +99,7 @@ def render(results: dict[str, Any]) -> str:
     for name in dict.fromkeys(row["scheme"] for row in rows if row["M"] is not None):
         here = {row["M"]: row for row in rows if row["scheme"] == name}
         line = [name] + ["–"] * 3 if name == LINEAR else [f"`{name}`", *_quantizing(here[None])]
-        lines.append([*line, *(f"{here[m]['beside_us']:.0f}, {here[m]['ratio']:.2f}" for m in tokens)])
+        lines.append([*line, *(f"{here[m]['busy_us']:.0f}, {here[m]['ratio']:.2f}" for m in tokens)])
     header = ["", "million weights a second and core", "ms", "busy, ms", *(f"M = {m}" for m in tokens)]
     n, k = meta["layer"]
     note = (
@@ -110,7 +110,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def _quantizing(row: dict[str, Any]) -> list[str]:
-    busy = f"{row['beside_us'] / 1e3:.1f} ({row['slowdown']:.2f})"
+    busy = f"{row['busy_us'] / 1e3:.1f} ({row['slowdown']:.2f})"
     return [f"{row['weights_s_core'] / 1e6:.0f}", f"{row['us'] / 1e3:.1f}", busy]
 
 
@@ -120,13 +120,13 @@ def _rows(m: int | None, calls: Calls, seconds: float) -> list[dict[str, Any]]:
         busy = times(calls, seconds)
     rows = []
     for name in calls:
-        row = {"scheme": name, "M": m, "us": alone[name] * 1e6, "beside_us": busy[name] * 1e6}
+        row = {"scheme": name, "M": m, "us": alone[name] * 1e6, "busy_us": busy[name] * 1e6}
         row["slowdown"] = busy[name] / alone[name]
         if m is not None:
             row["ratio"] = busy[name] / busy[LINEAR]
         rows.append(row)
         what = "quantizing" if m is None else f"M={m}"
-        print(f"{what} {name}: {row['us']:.0f} us, busy {row['beside_us']:.0f} us", end="")
+        print(f"{what} {name}: {row['us']:.0f} us, busy {row['busy_us']:.0f} us", end="")
         print(f", {row['ratio']:.2f} of {LINEAR}" if m is not None else f", {row['slowdown']:.2f} times", flush=True)
     return rows
 

@@ -75,7 +75,7 @@ def run(
     for count in tokens:
         times = _times(blocks, count, device)
         for name, time in times.items():
-            row = {"model": MODEL, "name": name, "tokens": count, "us": time * 1e6, "tokens_per_s": count / time}
+            row = {"model": MODEL, "name": name, "tokens": count, "us": time * 1e6, "tokens_s": count / time}
             row["times_bf16"] = times["bf16"] / time
             print(*(f"{v:.2f}" if isinstance(v, float) else v for v in row.values()), flush=True)
             results["rows"].append(row)
@@ -110,7 +110,7 @@ def render(results: dict[str, Any]) -> str:
     """The Markdown of one results file."""
     cells: dict[str, list[str]] = {}
     for row in results["rows"]:
-        text = f"{row['us']:.0f} ({row['tokens_per_s']:,.0f}; {row['times_bf16']:.2f}x)"
+        text = f"{row['us']:.0f} ({row['tokens_s']:,.0f}; {row['times_bf16']:.2f}x)"
         cells.setdefault(row["name"], []).append(text)
     tokens = list(dict.fromkeys(row["tokens"] for row in results["rows"]))
     body = table(

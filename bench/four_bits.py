@@ -159,13 +159,13 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         data = samples(tokenizer, _texts(method)) if _texts(method) else []
         model, seconds, bits = _applied(method, language, {HEAD: None}, data)
         cost = compare(perplexity(model, ids, window=WINDOW), exact)
-        row: dict[str, Any] = {"method": name, "bits": bits, "seconds": seconds, "texts": _texts(method)}
+        row: dict[str, Any] = {"method": name, "bits": bits, "seconds": seconds, "samples": _texts(method)}
         row |= {"nats_above": cost.nats_per_token / exact.nats_per_token}
         row |= {"standard_error": cost.standard_error / exact.nats_per_token}
         if not _texts(method):
             small = _applied(method, encoder, {}, [])[0]
             found = vectors(embedding, small, batches)
-            row["neighbours_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
+            row["neighbors_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
             row["cosine_mean"] = (found * truth).sum(-1).mean().item()
         rows[name] = row
         print(json.dumps(row), flush=True)
@@ -225,7 +225,7 @@ def render(results: dict[str, Any]) -> str:
             row["method"],
             f"{row['bits']:.2f}",
             f"{row['nats_above']:+.2%} ± {row['standard_error']:.2%}",
-            f"{row['neighbours_kept']:.1%}" if "neighbours_kept" in row else "",
+            f"{row['neighbors_kept']:.1%}" if "neighbors_kept" in row else "",
             f"{row['cosine_mean']:.4f}" if "cosine_mean" in row else "",
             f"{row['seconds']:.0f}",
         ]

@@ -43,7 +43,7 @@ def run(device: str) -> dict[str, Any]:
 
             call()
             (seconds,) = interleaved([call], _CELL_S, device, 3)
-            row = {"layer": layer, "N": n, "K": k, "scheme": name, "seconds": seconds, "sums_seconds": sums_s}
+            row = {"layer": layer, "N": n, "K": k, "scheme": name, "seconds": seconds, "hessian_seconds": sums_s}
             row |= {"gb_s": weight.nbytes / seconds / 1e9}
             print(f"{layer:<24} {n:>6} x {k:<6} {name:<22} {seconds:8.3f} s {row['gb_s']:7.3f} GB/s", flush=True)
             rows.append(row)
@@ -67,7 +67,7 @@ def render(results: dict[str, Any]) -> str:
         cells = {row["scheme"]: row for row in rows if row["layer"] == layer}
         first = next(iter(cells.values()))
         times = [f"{cells[name]['seconds'] * 1e3:.0f} ms, {cells[name]['gb_s']:.2f} GB/s" for name in schemes]
-        sums = f"{first['sums_seconds'] * 1e3:.2f} ms"
+        sums = f"{first['hessian_seconds'] * 1e3:.2f} ms"
         lines.append([f"{layer} ({first['N']} × {first['K']})", *times, sums])
     header = ["layer", *schemes, f"x xᵀ of {results['meta']['tokens']} tokens"]
     return f"{caption(results['meta'])}; bfloat16 weights.\n\n{table(header, lines)}"

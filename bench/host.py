@@ -56,7 +56,7 @@ def run(device: str) -> dict[str, Any]:
 
 def misses(rows: list[dict[str, Any]], device: str) -> tuple[list[str], int]:
     """As bars.misses: every scheme against nn.Linear."""
-    ours = [row for row in rows if row["ours"]]
+    ours = [row for row in rows if row["is_qao"]]
     bars = [GRADIENT_BAR if row["mode"] == GRADIENT and row["size"] >= 64 else BAR[device] for row in ours]
     lines = [
         f"{row['name']}, {row['size']} x {row['size']}, {row['mode']}: {row['ratio']:.2f}, the bar is {bar}"
@@ -89,7 +89,7 @@ def _rows(device: str, size: int, mode: str) -> Iterator[dict[str, Any]]:
         ratio = value / seconds[BASELINE]
         print(f"  {name:<24} {value * 1e6:7.2f} us  {ratio:5.2f} x {BASELINE}", flush=True)
         yield {
-            **{"name": name, "ours": name in LAYER_SCHEMES, "size": size, "mode": mode, "dtype": "bfloat16", "M": 1},
+            **{"name": name, "is_qao": name in LAYER_SCHEMES, "size": size, "mode": mode, "dtype": "bfloat16", "M": 1},
             **{"us": value * 1e6, "ratio": ratio},
         }
 

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
             fast = copy.deepcopy(model).to(torch.bfloat16)
             bf16_seconds, seconds = interleaved([partial(_generate, m) for m in (bfloat16, fast)], 6.0, device, 3)
             row |= {"bytes": sum(parameter.nbytes for parameter in fast.parameters())}
-            row |= {"tokens_per_second": TOKENS / seconds, "times_bf16": bf16_seconds / seconds}
+            row |= {"tokens_s": TOKENS / seconds, "times_bf16": bf16_seconds / seconds}
         print(f"{name:<44}", *(f"{key} {value:.5g}" for key, value in row.items() if key != "model"), flush=True)
         meta = describe(device) | {"windows": WINDOWS, "window": WINDOW, "text_bytes": num_bytes}
         write({"meta": meta, "rows": [rows[one] for one in makers if one in rows]}, path)

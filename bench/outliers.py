@@ -74,9 +74,9 @@ def _errors(layer: qao.QuantLinear, weight: Tensor, x: Tensor) -> dict[str, floa
     seen = _seen(layer.scheme, x).to(x.device)
     exact = seen @ dense.double().t()
     return {
-        "kernel": _distance(layer(x), exact),
-        "torch": _distance(functional.linear(x, dense.to(x.dtype)), x.double() @ dense.double().t()),
-        "quantising": _distance(exact, x.double() @ weight.double().t()),
+        "kernel_error": _distance(layer(x), exact),
+        "torch_error": _distance(functional.linear(x, dense.to(x.dtype)), x.double() @ dense.double().t()),
+        "quantization_error": _distance(exact, x.double() @ weight.double().t()),
     }
 
 
@@ -110,7 +110,10 @@ def render(results: dict[str, Any]) -> str:
     lines = []
     for name in dict.fromkeys(row["scheme"] for row in rows):
         cells = [next(r for r in rows if (r["scheme"], r["outliers"]) == (name, kind)) for kind in OUTLIERS]
-        shares = (f"{cell['kernel']:.2%} ({cell['torch']:.2%}), {cell['quantising']:.1%}" for cell in cells)
+        shares = (
+            f"{cell['kernel_error']:.2%} ({cell['torch_error']:.2%}), {cell['quantization_error']:.1%}"
+            for cell in cells
+        )
         lines.append([name, *shares])
     header = ["scheme", *(f"channels far larger: {kind}" for kind in OUTLIERS)]
     size = f"{meta['N']} × {meta['K']}, bfloat16 x of {', '.join(map(str, meta['tokens']))} tokens, the largest error"

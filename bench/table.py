@@ -27,7 +27,6 @@ from functools import cache, partial
 from pathlib import Path
 
 from . import (
-    bodies,
     busy,
     calibrate,
     choosing,
@@ -38,6 +37,7 @@ from . import (
     gptq,
     host,
     invariance,
+    kernel_pages,
     kernels,
     language,
     linear,
@@ -89,7 +89,7 @@ _OF_ALL_SCHEMES: dict[str, Callable[[dict[str, Results]], str]] = {
     "summary": products.render_summary,
     "tokens": choosing.render_tokens,
     "means": products.render_means,
-    **{page: partial(bodies.render, page) for page in bodies.BODIES},
+    **{page: partial(kernel_pages.render, page) for page in kernel_pages.PAGES},
 }
 _IN_SHORT: dict[str, tuple[str, Callable[[Results], str]]] = {
     "formats": ("numerics", choosing.render_formats),
@@ -100,7 +100,7 @@ _IN_SHORT: dict[str, tuple[str, Callable[[Results], str]]] = {
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
     *("docs/distributed.md", "docs/kernels/quantize_weight.md"),
-    *(f"docs/kernels/{page}.md" for page in bodies.BODIES),
+    *(f"docs/kernels/{page}.md" for page in kernel_pages.PAGES),
     "docs/kernels/grouped.md",
 )
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)

@@ -95,11 +95,11 @@ def _of_model(device: str) -> list[dict[str, Any]]:
 
 
 def _row(scheme: str, shape: str, call: str, taken: float, moved: int, copy: float, copied: int) -> dict[str, Any]:
-    rates = {"gbs": moved / taken / 1e9, "copy_gbs": copied / copy / 1e9}
+    rates = {"gb_s": moved / taken / 1e9, "copy_gb_s": copied / copy / 1e9}
     row = {"scheme": scheme, "shape": shape, "call": call, "us": 1e6 * taken, **rates}
-    row["of_copy"] = row["gbs"] / row["copy_gbs"]
+    row["copy_ratio"] = row["gb_s"] / row["copy_gb_s"]
     print(
-        f"{scheme:<20} {shape:<10} {call:<11} {1e6 * taken:9.1f} us {row['gbs']:7.0f} GB/s {row['of_copy']:6.1%}",
+        f"{scheme:<20} {shape:<10} {call:<11} {1e6 * taken:9.1f} us {row['gb_s']:7.0f} GB/s {row['copy_ratio']:6.1%}",
         flush=True,
     )
     return row
@@ -122,6 +122,8 @@ def render(results: dict[str, Any]) -> str:
     lines = []
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         found = (cells.get((scheme, *column)) for column in columns)
-        lines.append([scheme, *("–" if one is None else f"{one['us']:.0f} µs, {one['of_copy']:.0%}" for one in found)])
+        lines.append(
+            [scheme, *("–" if one is None else f"{one['us']:.0f} µs, {one['copy_ratio']:.0%}" for one in found)]
+        )
     header = ["scheme", *(f"{shape.replace('x', ' × ')}: {call}" for shape, call in columns)]
     return f"{caption(results['meta'])}; bfloat16 weights.\n\n{table(header, lines)}"

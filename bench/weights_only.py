@@ -50,7 +50,7 @@ def run(device: str) -> dict[str, Any]:
             nats = exact[text].nats_per_token
             row |= {text: cost.nats_per_token / nats, f"{text}_error": cost.standard_error / nats}
         found = vectors(embedding, _quantized(encoder, scheme), batches)
-        row["neighbours_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
+        row["neighbors_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
         row["cosine_mean"] = (found * truth).sum(-1).mean().item()
         print(f"{name:<38}", *(f"{key} {value:.4f}" for key, value in row.items() if key != "scheme"), flush=True)
         rows.append(row)
@@ -93,7 +93,7 @@ def render(results: dict[str, Any]) -> str:
         [
             row["scheme"],
             *(f"{row[text]:+.2%} ± {row[f'{text}_error']:.2%}" for text in ("topics", "docstrings")),
-            f"{row['neighbours_kept']:.1%}",
+            f"{row['neighbors_kept']:.1%}",
             f"{row['cosine_mean']:.5f}",
         ]
         for row in rows

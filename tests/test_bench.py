@@ -18,13 +18,13 @@ from torch import Tensor
 import bench.__main__ as bench_command
 from bench import (
     bars,
-    bodies,
     calibrate,
     choosing,
     experts,
     experts_contenders,
     four_bits,
     generate,
+    kernel_pages,
     kernels,
     language,
     llama,
@@ -383,7 +383,7 @@ def test_a_body_has_the_cells_that_plan_gives_it() -> None:
             "rows": [row | {"group_size": None, "symmetric": None, "M": m} for m in (1, 4096)],
         },
     }
-    tables = {page: bodies.render(page, results).partition("\n\n")[2].splitlines() for page in bodies.BODIES}
+    tables = {page: kernel_pages.render(page, results).partition("\n\n")[2].splitlines() for page in kernel_pages.PAGES}
     assert tables["stream"] == ["| N × K | M=1 |", "| :--- | ---: |", "| 4096 × 4096 | 2.0 (4.00) |"]
     assert tables["mma_sync"] == tables["stream"]
     cells = ["| `int4` | 4.00, 50% |", "| `int8_int8` | 4.00, 50% |"]
@@ -597,13 +597,13 @@ def test_methods_of_four_bits_are_applied_alike() -> None:
 def test_four_bits_in_the_documents() -> None:
     meta = {"device": "cpu", "torch": "2", "date": "2026-01-01", "source_hash": "0" * 64, "peers": {"hqq": "1"}}
     meta |= {"windows": 6, "window": 512, "sentences": 320, "nats_per_token": 2.6}
-    row = {"seconds": 3.4, "texts": 0, "standard_error": 0.004, "neighbours_kept": 0.85, "cosine_mean": 0.97}
+    row = {"seconds": 3.4, "samples": 0, "standard_error": 0.004, "neighbors_kept": 0.85, "cosine_mean": 0.97}
     rows = [
         row | {"method": "more", "bits": 5.0, "nats_above": 0.01},
         row | {"method": "less", "bits": 4.5, "nats_above": 0.09},
     ]
     rows.append(
-        {"method": "data", "bits": 4.5, "nats_above": 0.02, "standard_error": 0.001, "seconds": 90.0, "texts": 16}
+        {"method": "data", "bits": 4.5, "nats_above": 0.02, "standard_error": 0.001, "seconds": 90.0, "samples": 16}
     )
     lines = four_bits.render({"meta": meta, "rows": rows}).splitlines()
     assert "2.600 nats a token in float32; 320 sentences; hqq 1." in lines[0]

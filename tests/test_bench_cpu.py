@@ -106,7 +106,7 @@ def test_layers_beside_a_busy_process_are_measured(tmp_path: Path, monkeypatch: 
         *((None, word) for word in LAYERS),
         *((m, name) for m in (1, 2) for name in (busy.LINEAR, *LAYERS)),
     ]
-    assert all(row["slowdown"] == pytest.approx(row["beside_us"] / row["us"]) for row in rows)
+    assert all(row["slowdown"] == pytest.approx(row["busy_us"] / row["us"]) for row in rows)
     assert busy.render(result_files.read(path)).count("\n| ") == len(LAYERS) + 3
 
 

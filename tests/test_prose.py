@@ -27,7 +27,7 @@ LEFT = {
     r"\bthe same of\b": 0,
     r"\bspared\b": 0,
     r"\btold\b": 0,
-    r"quantis": 6,
+    r"quantis": 4,
 }
 
 

@@ -8,7 +8,7 @@ from .markdown import caption, table
 from .ratios import means
 
 # A page of docs/kernels, and the prefix of its kernel names.
-BODIES = {"stream": "stream", "wgmma": "wgmma", "mma_sync": "mma.sync"}
+PAGES = {"stream": "stream", "wgmma": "wgmma", "mma_sync": "mma.sync"}
 _GPUS = {"NVIDIA H200": (90, 232448)}  # compute capability, shared memory per CTA
 
 
@@ -45,7 +45,7 @@ def _runs(page: str, word: str, row: dict[str, Any], result: dict[str, Any]) -> 
     if row["group_size"] is not None:
         facts |= {"group_size": row["group_size"], "has_zeros": not row["symmetric"], "scale_dtype": "bfloat16"}
     name: str = _host.plan(_host.Problem(**facts), gpu)["kernel"]
-    return name.startswith(BODIES[page])
+    return name.startswith(PAGES[page])
 
 
 def _layer(row: dict[str, Any]) -> str:
