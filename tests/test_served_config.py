@@ -26,7 +26,7 @@ def asked(*blocks: int) -> Served:
 
 def test_layers_that_nobody_asked_about() -> None:
     with pytest.warns(UserWarning, match="An engine has made no quantized layer for 1 quantized ones, such as lm_head"):
-        asked(0, 1).tell_unasked()
+        asked(0, 1).warn_unrequested()
 
 
 @pytest.mark.parametrize("blocks", [(0,), (1,)])
@@ -34,17 +34,17 @@ def test_blocks_of_other_processes(blocks: tuple[int, ...]) -> None:
     """With pipeline parallelism, where the last process has the head."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asked(*blocks).tell_unasked()
+        asked(*blocks).warn_unrequested()
 
 
 def test_a_layer_within_a_block_of_this_process() -> None:
     served = asked(0)
     served.layers["model.layers.0.mlp.router"] = SCHEME
     with pytest.warns(UserWarning, match="for 1 quantized ones, such as model.layers.0.mlp.router"):
-        served.tell_unasked()
+        served.warn_unrequested()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        served.tell_unasked()  # once
+        served.warn_unrequested()  # once
 
 
 def test_all_asked() -> None:
@@ -52,4 +52,4 @@ def test_all_asked() -> None:
     served.scheme_of("lm_head", {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        served.tell_unasked()
+        served.warn_unrequested()

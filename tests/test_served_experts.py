@@ -12,7 +12,7 @@ from fused_support import DTYPE, WIDTH, E, K, auto_checkpoint, expected, routing
 from qao.checkpoints.awq import values_of
 from qao.integrations.serving import common as served
 from qao.integrations.serving import moe as served_experts
-from qao.integrations.serving.projection import portions, wait_for
+from qao.integrations.serving.projection import expert_shards, wait_for
 from qao.nn.experts import QuantProjection, quantize_projection
 from qao.ops.grouped_autograd import SILU_MUL
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ def test_shares_of_own_experts(scheme: Any, ranks: int, device: str) -> None:
         layer = nn.Module()
         with torch.device(device):
             fitted = [scheme.fitted(k) for _, k in SIZES]
-            wait_for(layer, "w", fitted, portions(WIDTH, K, range(E), rank, ranks), DTYPE)
+            wait_for(layer, "w", fitted, expert_shards(WIDTH, K, range(E), rank, ranks), DTYPE)
         for arriving, state in zip(list(layer.children()), states, strict=True):
             for key, tensor in state.items():
                 parameter: Any = arriving._parameters[key]

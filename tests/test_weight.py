@@ -51,7 +51,7 @@ def test_facts_of_weight_cost_no_dequantization_and_its_numbers_are_said_once(mo
     calls: list[torch.dtype] = []
     dequantize = type(layer).dequantize
     monkeypatch.setattr(type(layer), "dequantize", lambda self, dtype: calls.append(dtype) or dequantize(self, dtype))
-    monkeypatch.setattr("qao.nn.dequantized_weight._said", False)
+    monkeypatch.setattr("qao.nn.dequantized_weight._warned", False)
     assert layer.weight.dtype == torch.bfloat16 and layer.weight.numel() == 40 * 96 and not calls
     with pytest.warns(UserWarning, match="weight \\[40, 96\\] of a quantized layer was read"):
         layer.weight.sum()

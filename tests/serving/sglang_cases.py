@@ -97,7 +97,7 @@ def test_sglang_finds_it_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.
 def test_another_version_is_named_and_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(served, "_said", set())
+    monkeypatch.setattr(served, "_warned", set())
     monkeypatch.setattr(sglang, "__version__", "0.6.1", raising=False)
     monkeypatch.delitem(quantization.QUANTIZATION_METHODS, "qao")
     qao.integrations.sglang.register()

@@ -116,7 +116,7 @@ def test_weights_of_four_bit_floats(caplog: pytest.LogCaptureFixture) -> None:
     own.is_fp4_expert = True
     experts = Experts("fp8", BLOCKS)
     with experts.process():
-        assert qaos.beside_experts(own, experts.layer, PREFIX) is own
+        assert qaos.choose_for_experts(own, experts.layer, PREFIX) is own
     assert "fused experts: weights of four-bit floats" in caplog.text
 
 

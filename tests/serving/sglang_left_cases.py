@@ -168,7 +168,7 @@ def test_registers_in_its_place_and_once(name: str) -> None:
 def test_what_has_gone_is_named_and_sglang_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(served, "_said", set())
+    monkeypatch.setattr(served, "_warned", set())
     monkeypatch.setitem(sys.modules, method.__name__, None)
     layouts._choice.cache_clear()
     config = quantization.QUANTIZATION_METHODS["fp8"].from_config(FP8)

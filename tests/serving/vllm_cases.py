@@ -246,7 +246,7 @@ def tables() -> list[Any]:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     """Messages of qao's logger in vLLM, with the record of earlier messages and failures cleared."""
-    monkeypatch.setattr(served, "_said", set())
+    monkeypatch.setattr(served, "_warned", set())
     monkeypatch.setattr(qao.integrations.vllm, "_failed", set())
     with log_lines() as records:
         yield records

@@ -17,7 +17,7 @@ from ..nn.packed_module import PackedModule
 from ..nn.saved_codes import SavedCodes
 from ..ops import modes
 from ..quantization.module_swap import WrappedNames, unwrapped, without_wrappers
-from ..quantization.skeleton import Undo, make_room, undo
+from ..quantization.skeleton import Undo, prepare_layers, undo
 from ..schemes import scheme_from_dict
 from . import native
 from .shard_writer import ShardWriter
@@ -161,7 +161,7 @@ def _fit(model: nn.Module, files: TensorFiles) -> dict[str, str]:
     """
     places = WrappedNames(model)
     names = {places[bare]: files.stored(name) for name, bare in without_wrappers(files.names, model).items()}
-    done = _make_room(model, files, names)
+    done = _prepare_layers(model, files, names)
     try:
         _check(model, files, names)
     except ValueError:
@@ -198,7 +198,7 @@ def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
     return tensors, aliases
 
 
-def _make_room(module: nn.Module, files: TensorFiles, names: Mapping[str, str]) -> Undo:
+def _prepare_layers(module: nn.Module, files: TensorFiles, names: Mapping[str, str]) -> Undo:
     schemes, sizes, dtypes = {}, {}, {}
     for name, stored in names.items():
         prefix, _, last = name.rpartition(".")
@@ -213,7 +213,7 @@ def _make_room(module: nn.Module, files: TensorFiles, names: Mapping[str, str]) 
             f"load: the checkpoint holds a single quantized layer, and a {type(module).__name__} cannot replace itself "
             "in place. Pass qao.QuantLinear.empty(...)."
         )
-    return make_room(module, schemes, sizes=sizes, dtypes=dtypes)
+    return prepare_layers(module, schemes, sizes=sizes, dtypes=dtypes)
 
 
 def _check(module: nn.Module, files: TensorFiles, names: Mapping[str, str]) -> None:

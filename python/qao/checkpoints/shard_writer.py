@@ -58,7 +58,7 @@ class ShardWriter:
         name: the name of the one file, which replaces no other file of the directory.
         compact: a header of minimal length, and the tensors in the order of the safetensors library. Both are known
             with the last tensor, so the tensors of a file must stay in memory until then. Otherwise tensors are written
-            as they come, behind room for the header.
+            as they come, behind space for the header.
 
     Attributes:
         bytes: tensor bytes of all files.
@@ -106,14 +106,14 @@ class ShardWriter:
             ValueError: a repeated name, or a dtype that is not written.
             OSError: for example, the disk is full.
         """
-        room = sum(len(json.dumps(name)) + 160 for name in tensors)
+        needed = sum(len(json.dumps(name)) + 160 for name in tensors)
         count = sum(tensor.nbytes for tensor in tensors.values())
         with self._named():
-            if self._file is not None and (self._size + count > self._limit or self._room < room):
+            if self._file is not None and (self._size + count > self._limit or self._header_left < needed):
                 self._finish()
             if self._file is None:
                 self._begin()
-            self._room -= room
+            self._header_left -= needed
             self._size += count
             self.bytes += count
             for name, tensor in tensors.items():
@@ -148,7 +148,7 @@ class ShardWriter:
         self._file = part.open("wb")
         self._file.seek(8 + _HEADER)
         self._end = self._size = 0  # of the entered tensors, of all
-        self._room = math.inf if self._compact else _HEADER - len(json.dumps(self._metadata)) - 64
+        self._header_left = math.inf if self._compact else _HEADER - len(json.dumps(self._metadata)) - 64
         self._entries: dict[str, dict[str, Any]] = {}
         self._later: dict[str, Tensor] = {}
 

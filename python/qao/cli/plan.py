@@ -45,7 +45,8 @@ class _Projection(NamedTuple):
 class Plan:
     """The layers that ``quantize_`` would quantize, and how to read and convert each.
 
-    Layers that qao can hold in their GGUF format keep their values, as in ``qao.from_pretrained``, unless ``anew``.
+    Without ``requantize``, layers that qao can hold in their GGUF format keep their values, as in
+    ``qao.from_pretrained``.
 
     Attributes:
         report: the report of ``quantize_``; the steps fill in the errors.
@@ -71,10 +72,10 @@ class Plan:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         trust: bool = False,
-        anew: bool = False,
+        requantize: bool = False,
     ) -> None:
         self._dtype, self._device, self._usual = dtype, device, dtype or _usual_dtype(source)
-        self._stored = {} if anew else dict(source.layers)
+        self._stored = {} if requantize else dict(source.layers)
         model = skeleton(source, trust)
         model.to(self._usual)
         self._names = Names(stored_shapes(source), copy.deepcopy(model))  # conversions need the float modules

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         return calibrated(args, scheme)
     dtype = dtype_of(args)
     options: dict[str, Any] = {"exclude": args.exclude, "embeddings": args.embeddings, "dtype": dtype}
-    plan = Plan(source, scheme, device=device, trust=args.trust_remote_code, anew=args.requantize, **options)
+    plan = Plan(source, scheme, device=device, trust=args.trust_remote_code, requantize=args.requantize, **options)
     check_reader(args.reader, dict.fromkeys(plan.layers.values()))
     format = choose_format(args.to, plan.layers, plan.in_features, plan.unsupported_reason)
     config = config_of(format, source.config, plan.layers, plan.linears, dtype)

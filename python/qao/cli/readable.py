@@ -14,7 +14,7 @@ from ..checkpoints.base import Checkpoint
 from ..integrations.huggingface import loading
 from ..nn.marker import MARKER, TRIPWIRE
 from ..nn.packed_module import PackedModule
-from ..quantization.skeleton import make_room
+from ..quantization.skeleton import prepare_layers
 from ..schemes import Scheme
 from .common import Failure
 from .names import Names
@@ -37,7 +37,7 @@ def reading_problems(
     # Sorted, so that the first mismatch is the same in source and result.
     schemes = dict(sorted((layers or {name: layer.scheme for name, layer in checkpoint.layers.items()}).items()))
     try:
-        make_room(model, loading._names_in(model, schemes))
+        prepare_layers(model, loading._names_in(model, schemes))
     except ValueError as error:
         return [str(error)]
     names = Names({name: tuple(tensor.shape) for name, tensor in checkpoint.state_dict().items()}, model)

@@ -193,7 +193,7 @@ def _part_of_packed(module: PackedModule, layout: Layout, send: _Sender) -> Pack
     key = (layout.mesh, layout.cut)
     if key not in known:
         if isinstance(qweight, DTensor):  # loaded as parts after ``expect``
-            made = _arrived(module, layout)
+            made = _loaded_part(module, layout)
         else:
             tensors: Any = {name: t if t is None else send(t) for name, t in module.packed.tensors().items()}
             made = part(module.scheme, PackedWeight(**tensors), layout.sizes, layout.cut)
@@ -201,7 +201,7 @@ def _part_of_packed(module: PackedModule, layout: Layout, send: _Sender) -> Pack
     return known[key]  # type: ignore[no-any-return]
 
 
-def _arrived(module: PackedModule, layout: Layout) -> PackedWeight:
+def _loaded_part(module: PackedModule, layout: Layout) -> PackedWeight:
     own: Any = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in module.packed.tensors().items()}
     packed, cut = PackedWeight(**own), layout.cut
     if cut.dim == 1 and packed.weight_sums is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_said = False
+_warned = False
 
 READ_ONLY = (
     "is computed from layer.qweight and cannot be written. Quantize another weight into the layer with "
@@ -68,9 +68,9 @@ class DequantizedWeight(Tensor):
 
     def plain(self) -> Tensor:
         """The dequantized weight as an ordinary tensor."""
-        global _said
-        if not _said:
-            _said = True
+        global _warned
+        if not _warned:
+            _warned = True
             warnings.warn(
                 f"The weight {list(self.shape)} of a quantized layer was read. Each read dequantizes it. If a model "
                 "reads it in its forward, leave that layer in float: quantize_(model, {name: None, ...}).",

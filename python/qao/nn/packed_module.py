@@ -239,7 +239,7 @@ class PackedModule(Updatable, nn.Module):
     @property
     def pip_install_qao(self) -> Tensor:
         """The layer's marker as in a ``state_dict``; a property, because torch looks up entries by attribute name."""
-        return self._beside(marker.encode(self._marker()))
+        return self._on_weight_device(marker.encode(self._marker()))
 
     def _marker(self) -> marker.Marker:
         return marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype)
@@ -248,7 +248,7 @@ class PackedModule(Updatable, nn.Module):
         """Raises ValueError if a checkpoint's marker is invalid or describes another scheme or size."""
         marker.check(marker.decode(found, name), self._marker(), name, self._label())
 
-    def _beside(self, entry: Tensor) -> Tensor:
+    def _on_weight_device(self, entry: Tensor) -> Tensor:
         """``entry`` on the device of the packed weight, because torch.distributed.checkpoint needs a single device.
 
         With a sharded weight it is a replicated DTensor, as accelerate expects. If the weight is on meta, the entry
@@ -354,7 +354,7 @@ class PackedModule(Updatable, nn.Module):
             value = destination.get(prefix + name)
             if type(value) is Tensor and not value.is_floating_point():
                 destination[prefix + name] = SavedCodes.of(value, self._sizes)
-        destination[prefix + marker.TRIPWIRE] = self._beside(marker.tripwire())
+        destination[prefix + marker.TRIPWIRE] = self._on_weight_device(marker.tripwire())
         destination[prefix + marker.MARKER] = entry = self.pip_install_qao
         marker.of_layers[entry] = True
 

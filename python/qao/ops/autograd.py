@@ -99,11 +99,11 @@ def transformed() -> bool:
     """Whether a torch.func transform or forward-mode AD is active."""
     if type(_innermost()) is _NONE and forward_ad._current_level < 0:
         return False
-    _leave_to_python()
+    _break_graph()
     return True
 
 
-def _leave_to_python() -> None:
+def _break_graph() -> None:
     """Forces a graph break: Dynamo does not know which derivatives are needed and would make them zero."""
     if _is_dynamo_compiling():
         raise RuntimeError(
@@ -236,7 +236,7 @@ def product(
     if MODE.on:
         constants = with_mode(operator, (x, weight, scales, bias, *others, *constants), True)[4 + len(others) :]
     if type(_innermost()) is not _NONE or forward_ad._current_level >= 0:
-        _leave_to_python()
+        _break_graph()
         return _Transformed.apply(x, bias, weight, scales, operator, *others, *constants)  # type: ignore[no-untyped-call, no-any-return]
     if _is_grad_enabled():
         trained = bias if bias is not None and bias.requires_grad else None

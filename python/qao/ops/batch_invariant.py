@@ -47,19 +47,19 @@ _DEFAULTS: dict[Any, tuple[Any, ...]] = {}  # of an operator's arguments up to b
 def note_arguments(operator: Any) -> None:
     """Registers a GEMM operator for ``with_mode``."""
     arguments = operator._schema.arguments
-    place = [argument.name for argument in arguments].index("batch_invariant")
-    _DEFAULTS[operator] = tuple(argument.default_value for argument in arguments[: place + 1])
+    position = [argument.name for argument in arguments].index("batch_invariant")
+    _DEFAULTS[operator] = tuple(argument.default_value for argument in arguments[: position + 1])
 
 
 def with_mode(operator: Any, arguments: tuple[Any, ...], mode: bool) -> tuple[Any, ...]:
     """A GEMM's arguments with ``batch_invariant`` set if the caller or ``mode`` sets it."""
     defaults = _DEFAULTS[operator]
-    place = len(defaults) - 1
-    if len(arguments) <= place:
-        return *arguments, *defaults[len(arguments) : place], mode
-    return *arguments[:place], arguments[place] or mode, *arguments[place + 1 :]
+    position = len(defaults) - 1
+    if len(arguments) <= position:
+        return *arguments, *defaults[len(arguments) : position], mode
+    return *arguments[:position], arguments[position] or mode, *arguments[position + 1 :]
 
 
-def asked(batch_invariant: bool, *others: Any) -> tuple[Any, ...]:
+def unless_default(batch_invariant: bool, *others: Any) -> tuple[Any, ...]:
     """``batch_invariant`` and the arguments after it, or an empty tuple if all are defaults."""
     return (batch_invariant, *others) if batch_invariant or any(others) else ()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _moved
-from .batch_invariant import asked
+from .batch_invariant import unless_default
 from .grouped_autograd import Gate, grouped_product
 
 _qao = torch.ops.qao
@@ -41,7 +41,7 @@ def int4_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int4_mm``."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    constants = out_features, in_features, group_size, *unless_default(batch_invariant)
     return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
 
 
@@ -61,7 +61,7 @@ def fp4_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp4_mm``."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    constants = out_features, in_features, group_size, *unless_default(batch_invariant)
     return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
 
 
@@ -78,7 +78,7 @@ def int8_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_mm``."""
-    arguments = INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, router_weights
+    arguments = INT8, unless_default(batch_invariant), x, weight, scales, bias, offsets, row_index, router_weights
     return grouped_product(*arguments, gate=gate)
 
 
@@ -95,7 +95,7 @@ def fp8_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_mm``."""
-    arguments = FP8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, router_weights
+    arguments = FP8, unless_default(batch_invariant), x, weight, scales, bias, offsets, row_index, router_weights
     return grouped_product(*arguments, gate=gate)
 
 
@@ -114,7 +114,7 @@ def int8_int8_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_int8_mm``."""
-    constants = asked(batch_invariant, x_rotation)
+    constants = unless_default(batch_invariant, x_rotation)
     arguments = INT8_INT8, constants, x, weight, scales, bias, offsets, row_index, router_weights, weight_sums
     return grouped_product(*arguments, gate=gate)
 
@@ -138,7 +138,7 @@ def int8_int4_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_int4_mm``; ``row_scales`` is [E, N]."""
-    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, x_rotation)
+    constants = out_features, in_features, group_size, row_scales, *unless_default(batch_invariant, x_rotation)
     arguments = INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, weight_sums
     return grouped_product(*arguments, gate=gate)
 
@@ -159,7 +159,7 @@ def fp8_fp8_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_fp8_mm``; all experts share ``x_scale``, float32 [1]."""
-    constants = x_group_size, fast_accum, *asked(batch_invariant)
+    constants = x_group_size, fast_accum, *unless_default(batch_invariant)
     arguments = FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, router_weights, x_scale
     return grouped_product(*arguments, gate=gate)
 
@@ -182,5 +182,5 @@ def fp8_int4_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_int4_mm``; ``row_scales`` is [E, N]."""
-    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, fast_accum)
+    constants = out_features, in_features, group_size, row_scales, *unless_default(batch_invariant, fast_accum)
     return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)

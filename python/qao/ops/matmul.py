@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import library  # noqa: F401  # loads the operators
 from .autograd import differentiable, product
-from .batch_invariant import asked
+from .batch_invariant import unless_default
 from .dequantize import dense_fp4, dense_fp8, dense_int4, dense_int8
 from .weight_ops import int4_embedding, int8_embedding
 
@@ -49,7 +49,7 @@ def int4_mm(
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an int4 weight."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    constants = out_features, in_features, group_size, *unless_default(batch_invariant)
     return product(INT4, constants, x, weight, scales, bias)
 
 
@@ -61,7 +61,7 @@ def int8_mm(
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an int8 weight."""
-    return product(INT8, asked(batch_invariant), x, weight, scales, bias)
+    return product(INT8, unless_default(batch_invariant), x, weight, scales, bias)
 
 
 def fp8_mm(
@@ -72,7 +72,7 @@ def fp8_mm(
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an fp8 weight."""
-    return product(FP8, asked(batch_invariant), x, weight, scales, bias)
+    return product(FP8, unless_default(batch_invariant), x, weight, scales, bias)
 
 
 def fp4_mm(
@@ -86,7 +86,7 @@ def fp4_mm(
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an fp4 weight: ``group_size`` 32 is MXFP4, 16 NVFP4."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    constants = out_features, in_features, group_size, *unless_default(batch_invariant)
     return product(FP4, constants, x, weight, scales, bias)
 
 
@@ -105,7 +105,7 @@ def int8_int8_mm(
     point per token; None: symmetric. ``x_rotation``: block size of a Hadamard rotation; the operator quantizes
     ``hadamard(x, x_rotation)``, and the columns of W are rotated in the same way; 0: no rotation.
     """
-    return product(INT8_INT8, asked(batch_invariant, x_rotation), x, weight, scales, bias, weight_sums)
+    return product(INT8_INT8, unless_default(batch_invariant, x_rotation), x, weight, scales, bias, weight_sums)
 
 
 def int8_int4_mm(
@@ -128,7 +128,7 @@ def int8_int4_mm(
     scaling per group. Other ratios give wrong results there.
     """
     constants = out_features, in_features, group_size
-    others = asked(batch_invariant, x_rotation)
+    others = unless_default(batch_invariant, x_rotation)
     last = (*constants, row_scales, *others) if row_scales is not None or others else constants
     return product(INT8_INT4, last, x, weight, scales, bias, weight_sums)
 
@@ -149,7 +149,8 @@ def fp8_fp8_mm(
     0 per tensor. ``x_scale``: float32 [1], the static per-tensor scale. ``fast_accum``: GPUs may accumulate more than
     128 columns in the tensor core's short accumulator.
     """
-    return product(FP8_FP8, (x_group_size, fast_accum, *asked(batch_invariant)), x, weight, scales, bias, x_scale)
+    constants = x_group_size, fast_accum, *unless_default(batch_invariant)
+    return product(FP8_FP8, constants, x, weight, scales, bias, x_scale)
 
 
 def fp8_int4_mm(
@@ -171,6 +172,6 @@ def fp8_int4_mm(
     128 columns in the tensor core's short accumulator.
     """
     constants = out_features, in_features, group_size
-    others = asked(batch_invariant, fast_accum)
+    others = unless_default(batch_invariant, fast_accum)
     last = (*constants, row_scales, *others) if row_scales is not None or others else constants
     return product(FP8_INT4, last, x, weight, scales, bias)

@@ -14,7 +14,7 @@ def group_size_of(k: int, groups: int) -> int:
     return next((size for size in _GROUP_SIZES if -(-k // size) == groups), k)
 
 
-def tell(weights: str, n: int, k: int, group_size: int) -> bool:
+def determines_sizes(weights: str, n: int, k: int, group_size: int) -> bool:
     """Whether N, K and group size follow from the tensors of a packed weight [n, k] ("int4" or "fp4")."""
     size = k if group_size == -1 else group_size
     is_known = weights == "fp4" or group_size_of(k, -(-k // size)) == size

@@ -27,20 +27,20 @@ def rotated_hessian(hessian: Tensor, size: int) -> Tensor:
     return rotated(rotated(hessian, size).t(), size).t().contiguous() if size else hessian
 
 
-_PLACES: dict[Any, int] = {}  # index of x_rotation among an operator's arguments
+_POSITIONS: dict[Any, int] = {}  # index of x_rotation among an operator's arguments
 
 
 def note_rotation(operator: Any) -> None:
     """Registers a GEMM operator for ``rotation_among``."""
     names = [argument.name for argument in operator._schema.arguments]
     if "x_rotation" in names:
-        _PLACES[operator] = names.index("x_rotation")
+        _POSITIONS[operator] = names.index("x_rotation")
 
 
 def rotation_among(operator: Any, arguments: tuple[Any, ...]) -> int:
     """``x_rotation`` among the arguments of a GEMM, from weight on; 0 if it has none."""
-    place = _PLACES.get(operator, 0) - 1  # arguments start after x
-    return arguments[place] if 0 < place < len(arguments) else 0
+    position = _POSITIONS.get(operator, 0) - 1  # arguments start after x
+    return arguments[position] if 0 < position < len(arguments) else 0
 
 
 def with_row_scales(constants: tuple[Any, ...], row_scales: Tensor | None) -> tuple[Any, ...]:

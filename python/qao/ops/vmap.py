@@ -54,7 +54,7 @@ def _keep_size(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.size = inputs[1]
 
 
-def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _rotate_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return _qao.hadamard.default(grad, ctx.size), None
 
 
@@ -109,7 +109,7 @@ def _register() -> None:
         _register_product(operator)
         _register_jagged(operator)
         _register_strided(operator)
-    torch.library.register_autograd("qao::hadamard", _turn_back, setup_context=_keep_size)
+    torch.library.register_autograd("qao::hadamard", _rotate_back, setup_context=_keep_size)
     for operator, rows in (
         (_qao.add_rms_norm.default, 2),
         (_qao.silu_mul.default, 2),

@@ -37,7 +37,7 @@ def exact_scheme(module: PackedModule) -> Scheme:
     return replace(scheme, scale_dtype=module.scales.dtype) if isinstance(scheme, Int4Weight) else scheme
 
 
-def make_room(
+def prepare_layers(
     model: nn.Module,
     schemes: Mapping[str, Scheme],
     *,

@@ -136,7 +136,7 @@ class Scheme(ABC):
     def needed_constants(self, n: int, k: int) -> tuple[Any, ...]:
         """``constants`` without those that are defaults or follow from the tensors: saves 0.1 µs each."""
         constants = self.constants(n, k)
-        seen = self.weights in ("int4", "fp4") and packed_shape.tell(self.weights, *constants)
+        seen = self.weights in ("int4", "fp4") and packed_shape.determines_sizes(self.weights, *constants)
         return () if seen or constants == self.default_constants else constants
 
     def quantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:

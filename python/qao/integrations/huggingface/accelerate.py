@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...checkpoints.native import entries
 from ...nn import marker
 from ...nn.packed_module import PackedModule, aligned
-from ..torch.state_dicts import completed, names_of_layers, room
+from ..torch.state_dicts import completed, names_of_layers, prepared
 
 
 def register() -> None:
@@ -56,13 +56,13 @@ def register() -> None:
         if getattr(user, "set_module_tensor_to_device", None) is set_tensor:
             user.set_module_tensor_to_device = set_module_tensor_to_device
     for function in (modeling.load_checkpoint_in_model, big_modeling.load_checkpoint_and_dispatch):
-        _make_room_before(function)
+        _prepare_layers_before(function)
 
 
-def _make_room_before(theirs: Any) -> None:
+def _prepare_layers_before(theirs: Any) -> None:
     @functools.wraps(theirs)
     def load(model: nn.Module, checkpoint: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
-        _make_room(model, Path(checkpoint), options.get("dtype"))
+        _prepare_layers(model, Path(checkpoint), options.get("dtype"))
         return theirs(model, checkpoint, *args, **options)
 
     users: list[Any] = [module for name, module in sys.modules.items() if name.partition(".")[0] == "accelerate"]
@@ -71,7 +71,7 @@ def _make_room_before(theirs: Any) -> None:
             setattr(user, theirs.__name__, load)
 
 
-def _make_room(model: nn.Module, checkpoint: Path, dtype: Any) -> None:
+def _prepare_layers(model: nn.Module, checkpoint: Path, dtype: Any) -> None:
     state: dict[str, Any] = {}
     places: dict[str, Path] = {}
     for file in _files(checkpoint):
@@ -79,7 +79,7 @@ def _make_room(model: nn.Module, checkpoint: Path, dtype: Any) -> None:
         state |= found
         places |= dict.fromkeys(found, file)
     _check_unmarked(model, state, places)
-    _, fresh = room(model, state, names_of_layers(state), False)
+    _, fresh = prepared(model, state, names_of_layers(state), False)
     completed(fresh, state)
     if isinstance(dtype, torch.dtype):
         for layer in fresh.values():

@@ -22,8 +22,8 @@ def lazy_state(checkpoint: Any) -> dict[str, Any]:
 
 def _entries(name: str, layer: Any) -> dict[str, Tensor]:
     """State dict entries of a layer, including sizes that packed tensors do not show."""
-    said = marker.Marker(layer.scheme.to_dict(), layer.out_features, layer.in_features, torch.float32, layer.experts)
-    return {f"{name}.{marker.MARKER}": marker.encode(said), f"{name}.{marker.TRIPWIRE}": marker.tripwire()}
+    stored = marker.Marker(layer.scheme.to_dict(), layer.out_features, layer.in_features, torch.float32, layer.experts)
+    return {f"{name}.{marker.MARKER}": marker.encode(stored), f"{name}.{marker.TRIPWIRE}": marker.tripwire()}
 
 
 class LazyValue:

@@ -23,7 +23,7 @@ from ...quantization.module_swap import put_module
 from ...quantization.quantize import quantize_
 from ...quantization.report import Row
 from ...quantization.rules import matches, selector
-from ...quantization.skeleton import Undo, make_room, undo
+from ...quantization.skeleton import Undo, prepare_layers, undo
 from ...quantization.walk import Layer, walk
 from ...schemes import SCHEMES, Int4Weight, Scheme
 from .config import QaoConfig
@@ -116,7 +116,7 @@ class Loader:
             self.validate(device_map)
             kept = {name: dtypes(f"{name}.weight") for name in schemes}
             self._kept = {name: dtype for name, dtype in kept.items() if dtype is not None}
-            self._make_room(model)
+            self._prepare_layers(model)
         except ValueError as error:
             raise Unfit(str(error)) from error
 
@@ -126,8 +126,8 @@ class Loader:
 
         self._hook = model.register_state_dict_post_hook(hide)
 
-    def _make_room(self, model: nn.Module) -> None:
-        self._replaced = make_room(model, self._schemes, dtypes=self._kept)
+    def _prepare_layers(self, model: nn.Module) -> None:
+        self._replaced = prepare_layers(model, self._schemes, dtypes=self._kept)
         self.dtypes = {}
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
@@ -200,7 +200,7 @@ class Loader:
         self.left, self._proven = left, self._proven - left
         undo(self._replaced)
         self._schemes = {name: scheme for name, scheme in self._schemes.items() if name not in left}
-        self._make_room(model)
+        self._prepare_layers(model)
         self._shapes = {name: one.shape for name, one in model.named_parameters() if name.rpartition(".")[0] in left}
         warnings.warn(
             f"ignore_mismatched_sizes=True: the checkpoint holds quantized weights of another size for "
@@ -285,7 +285,7 @@ class Loader:
             self.experts.finish()
             self._quantize_the_rest(model)
         else:
-            _check_all_arrived(model, self.absent)
+            _check_all_loaded(model, self.absent)
             self._check_unproven(model)
         _fill_biases(model, self.absent)
         if self.sharding is not None:
@@ -319,7 +319,7 @@ class Loader:
         assert self.config.scheme is not None
         embeddings: Any = {"embeddings": True} if self.config.embeddings else {}
         keep = _filter_fn(model, self.config.modules_to_not_convert)
-        fresh = _made_anew(model, {*self.absent, *self.pending})
+        fresh = _reinitialized(model, {*self.absent, *self.pending})
 
         def chosen(module: nn.Module, fqn: str) -> bool:
             return fqn not in fresh and (keep is None or keep(module, fqn))
@@ -351,7 +351,7 @@ def _names_of_new(model: nn.Module, absent: Collection[str]) -> set[str]:
     return {name for every in names.values() if all(one in absent for one in every) for name in every}
 
 
-def _made_anew(model: nn.Module, absent: Collection[str]) -> set[str]:
+def _reinitialized(model: nn.Module, absent: Collection[str]) -> set[str]:
     """Names of modules with a weight that is missing from the checkpoint."""
     new = _names_of_new(model, absent)
     return {name.rpartition(".")[0] for name in new if model.get_parameter(name).dim() > 1}
@@ -365,7 +365,7 @@ def _fill_biases(model: nn.Module, absent: Collection[str]) -> None:
             module.bias.data.zero_()
 
 
-def _check_all_arrived(model: nn.Module, absent: Collection[str]) -> None:
+def _check_all_loaded(model: nn.Module, absent: Collection[str]) -> None:
     """Raise ValueError if a quantized layer has no values."""
     new = _names_of_new(model, absent) if absent else set()
     for name, module in model.named_modules():

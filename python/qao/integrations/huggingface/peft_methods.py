@@ -56,7 +56,7 @@ def as_float_layers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _whole_or_not(model: nn.Module) -> Iterator[None]:
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """After an error, restore the modules of a quantized model and their ``requires_grad``."""
     modules = list(model.modules())
     if not any(isinstance(module, PackedModule) for module in modules):
@@ -91,7 +91,7 @@ def _wrap_all(name: str, wrapper: Callable[[Any], Any]) -> None:
 
 def _around(theirs: Any) -> Any:
     def injected(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with as_float_layers(model), _whole_or_not(model):
+        with as_float_layers(model), _all_or_nothing(model):
             for config in vars(self).get("peft_config", {}).values():
                 _check_parameters(config, model)
             result = theirs(self, model, *args, **kwargs)
@@ -118,7 +118,7 @@ def _whole(theirs: Any) -> Any:
     """``PeftModel.__init__``: steps after the adapters, such as modules_to_save, may also fail."""
 
     def init(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        with _whole_or_not(model):
+        with _all_or_nothing(model):
             theirs(self, model, *args, **kwargs)
 
     return init
@@ -396,7 +396,7 @@ def _with_word_embedding(theirs: Any) -> Any:
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(model, "get_submodule", get_submodule))
-            stack.enter_context(_whole_or_not(model))
+            stack.enter_context(_all_or_nothing(model))
             return theirs(self, adapter_name)
 
     return setup

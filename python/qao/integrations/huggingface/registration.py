@@ -72,8 +72,8 @@ def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
         return False
     quantizer.quantization_config = config
     model.hf_quantizer = quantizer
-    _tell_dtype(base)
-    _tell_count(base)
+    _override_dtype(base)
+    _override_num_parameters(base)
     for name in ("half", "float"):
         wrap(base, name, partial(_cast, base, name))
     if hasattr(base, "_resize_token_embeddings"):
@@ -81,7 +81,7 @@ def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
     return True
 
 
-def _tell_dtype(base: Any) -> None:
+def _override_dtype(base: Any) -> None:
     """Make ``model.dtype`` of ``base`` and its subclasses, the dtype of the first float tensor, skip scales.
 
     Pipelines cast inputs to it, and scales may be float32 in a bfloat16 model.
@@ -102,7 +102,7 @@ def _tell_dtype(base: Any) -> None:
     base.dtype = property(dtype, doc=base.dtype.__doc__)
 
 
-def _tell_count(base: Any) -> None:
+def _override_num_parameters(base: Any) -> None:
     """Make ``num_parameters()`` of ``base`` and its subclasses count the elements of the unpacked weight.
 
     These libraries count other four-bit weights in the same way.

@@ -25,7 +25,7 @@ def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
     if sharded:
         _gather(state)
     written = None if sharded else _compressed_tensors(model, state)
-    _keep_apart(model, state if written is None else written[0])
+    _drop_conversions(model, state if written is None else written[0])
     if written is not None:
         return written[0], {}, written[1]
     quantized = {
@@ -50,7 +50,7 @@ def _gather(state: dict[str, Any]) -> None:
             state[name] = known[key]
 
 
-def _keep_apart(model: nn.Module, names: Collection[str]) -> None:
+def _drop_conversions(model: nn.Module, names: Collection[str]) -> None:
     """Remove conversions after which transformers 5 would not find the tensors of quantized layers again.
 
     On saving, it joins the float weights of q, k and v (Molmo2), and reads either form. It also renames tensors by

@@ -134,7 +134,7 @@ def _take(
         kept["dtype"] = dtype
     more = dict(kept.pop("adapter_kwargs", None) or {})
     named, adapter = kept.pop("adapter_name", "default"), more.pop("_adapter_model_path", None)
-    asked = theirs.args[1]
+    requested = theirs.args[1]
     try:
         _check_options(options)
         loaded = load(path, *model_args, auto_class=cls, **kept)
@@ -147,7 +147,7 @@ def _take(
         return theirs()
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.name_or_path = model.config.name_or_path = str(path)
-    adapter = adapter or (None if asked == path else asked)
+    adapter = adapter or (None if requested == path else requested)
     if adapter is not None and not getattr(model, "_hf_peft_config_loaded", False):
         model.load_adapter(str(adapter), adapter_name=named, adapter_kwargs=more)
     return loaded

@@ -52,10 +52,10 @@ class UnknownVersionError(RuntimeError):
     """An engine version that qao does not support."""
 
 
-_said: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
-def say_failed(engine: str, what: str, error: Exception) -> None:
+def warn_failed(engine: str, what: str, error: Exception) -> None:
     """Log once, in the engine's log, that ``engine`` continues without a part of qao.
 
     Args:
@@ -68,8 +68,8 @@ def say_failed(engine: str, what: str, error: Exception) -> None:
             f"qao {__version__} could not register with {engine} for {what}, which use {engine}'s own kernels: "
             f"{type(error).__name__}: {error}. Reinstall qao, or turn it off: {switch(engine)}=1"
         )
-    if (engine, message) not in _said:
-        _said.add((engine, message))
+    if (engine, message) not in _warned:
+        _warned.add((engine, message))
         logger = logging.getLogger(f"{engine}.qao")
         logger.error(message, exc_info=None if isinstance(error, UnknownVersionError) else error)
 

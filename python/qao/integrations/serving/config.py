@@ -23,7 +23,7 @@ class Served:
     def __init__(self, layers: Mapping[str, Scheme], engine: str) -> None:
         self.layers, self.engine = dict(layers), engine
         self.loads = False  # set when a layer is loaded from a checkpoint; stays False with dummy weights
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         self._warned = False
 
     @classmethod
@@ -53,12 +53,12 @@ class Served:
         Raises:
             ValueError: the joined layers have different schemes.
         """
-        self._asked.add(name)
+        self._requested.add(name)
         if name in self.layers:
             return self.layers[name]
         path, dot, last = name.rpartition(".")
         names = [path + dot + part for part in joined.get(last) or _JOINED.get(last, (last,))]
-        self._asked.update(names)
+        self._requested.update(names)
         found = [self.layers.get(one) for one in names]
         if any(_alike(one) != _alike(found[0]) for one in found):
             listed = ", ".join(f"{one}: {self.layers.get(one) or 'not quantized'}" for one in names)
@@ -69,7 +69,7 @@ class Served:
         """The schemes of gate-and-up and of down of fused experts; None: they are not quantized.
 
         If a block has no experts of this name but others, the engine uses the checkpoint's name, while a config has the
-        name of transformers (Mixtral). ``projection.check_come`` then checks that tensors arrive.
+        name of transformers (Mixtral). ``projection.check_loaded`` then checks that tensors arrive.
 
         Raises:
             NotImplementedError: the experts are separate linear layers, or the choice is ambiguous.
@@ -90,7 +90,7 @@ class Served:
                 "quantized there. Leave them in float, or save the model as compressed-tensors."
             )
         of = name if name in found else found[0] if found else None
-        self._asked |= {f"{of}.up", f"{of}.down"}
+        self._requested |= {f"{of}.up", f"{of}.down"}
         return None if of is None else (self.layers[f"{of}.up"], self.layers[f"{of}.down"])
 
     def refuse_embedding(self, name: str) -> None:
@@ -105,7 +105,7 @@ class Served:
                 "embeddings=True."
             )
 
-    def tell_unasked(self) -> None:
+    def warn_unrequested(self) -> None:
         """After all layers are created, warn once of quantized layers that the engine did not request.
 
         Blocks without any requested layer are skipped: they belong to other pipeline stages, or are unused.
@@ -113,7 +113,8 @@ class Served:
         if self._warned:
             return
         self._warned = True
-        made, left = {_block(one) for one in self._asked}, [one for one in self.layers if one not in self._asked]
+        made = {_block(one) for one in self._requested}
+        left = [one for one in self.layers if one not in self._requested]
         whole = all(_block(one) in {"", *made} for one in left)
         if found := [one for one in left if _block(one) in made or (whole and not _block(one))]:
             warnings.warn(

@@ -33,11 +33,11 @@ def check_marker(loaded: Tensor, scheme: Scheme, rows: Collection[int], k: int, 
         k: its number of columns.
     """
     found = marker.decode(loaded, f"{name}.{marker.MARKER}")
-    said, wanted = ({**one, "scale_dtype": None} for one in (found.scheme, scheme.to_dict()))
-    for one in (said, wanted):  # the static scale differs between layers
+    stored, wanted = ({**one, "scale_dtype": None} for one in (found.scheme, scheme.to_dict()))
+    for one in (stored, wanted):  # the static scale differs between layers
         if one.get("activation_scale") is not None:
             one["activation_scale"] = 1.0
-    if said != wanted:
+    if stored != wanted:
         raise ValueError(
             f"qao: {name}: the config says {scheme}, but the checkpoint holds {found.scheme}. Save the model again."
         )
@@ -172,9 +172,9 @@ class ServedLinear:
             check_marker(loaded, self.scheme, set(map(sum, product(*each))), self.full_k, self.name)
             self.come += len(matrices)
             self.served.loads = True
-            self.served.tell_unasked()
+            self.served.warn_unrequested()
 
-    def _check_come(self, layer: nn.Module) -> None:
+    def _check_loaded(self, layer: nn.Module) -> None:
         """Raise ValueError if other layers were loaded and this one was not. A tied head may get its weight later."""
         if self.served.loads and self.come < len(self.parts) and not hasattr(layer, "org_vocab_size"):
             raise ValueError(
@@ -184,7 +184,7 @@ class ServedLinear:
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Convert the loaded parameters to operands of the operator."""
-        self._check_come(layer)
+        self._check_loaded(layer)
         for name in (marker.MARKER, marker.TRIPWIRE):
             layer._parameters.pop(name, None)
         own: Any = layer._parameters

@@ -19,7 +19,7 @@ _KEYS = ("up", "down")
 _MOST_RANKS = 64  # listed in an error
 
 
-class Portion(NamedTuple):
+class ExpertShard(NamedTuple):
     """The part of W [E, n, k] on one rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Portion(NamedTuple):
         """Number of rows or columns that a shard boundary must not split."""
         return units(scheme, (self.n, self.k))[self.dim]
 
-    def can_be_of(self, scheme: Scheme, ranks: int) -> bool:
+    def is_shardable(self, scheme: Scheme, ranks: int) -> bool:
         """Whether the weight can be sharded over this number of ranks."""
         whole = (self.n, self.k)[self.dim] // self.parts
         return ranks == 1 or whole % (ranks * self.unit(scheme)) == 0
@@ -65,23 +65,23 @@ class Portion(NamedTuple):
         return own if self.rank == 0 else None
 
 
-def portions(
+def expert_shards(
     width: int, hidden: int, slots: Sequence[int], rank: int, ranks: int, *, interleaved: bool = False
-) -> tuple[Portion, Portion]:
+) -> tuple[ExpertShard, ExpertShard]:
     """The parts of up [E, 2 * width, hidden], gate and up together, and of down [E, hidden, width].
 
     Args:
         interleaved: rows of gate and up alternate; otherwise gate precedes up.
     """
-    up = Portion(2 * width, hidden, slots, 0, 1 if interleaved else 2, rank, ranks)
-    return up, Portion(hidden, width, slots, 1, 1, rank, ranks)
+    up = ExpertShard(2 * width, hidden, slots, 0, 1 if interleaved else 2, rank, ranks)
+    return up, ExpertShard(hidden, width, slots, 1, 1, rank, ranks)
 
 
 def wait_for(
     layer: nn.Module,
     name: str,
     schemes: Sequence[Scheme],
-    pair: Sequence[Portion],
+    pair: Sequence[ExpertShard],
     dtype: torch.dtype,
     *,
     biases: bool = False,
@@ -92,34 +92,34 @@ def wait_for(
         ValueError: a weight cannot be sharded in this way. The message starts with ``name`` and lists valid sizes.
     """
     _check_cuts(name, schemes, pair)
-    for key, scheme, portion in zip(_KEYS, schemes, pair, strict=True):
-        arriving = Arriving(scheme, portion, dtype, f"{name}.{key}", partial(layer.add_module, key), bias=biases)
-        layer.add_module(key, arriving)
+    for key, scheme, shard in zip(_KEYS, schemes, pair, strict=True):
+        pending = PendingProjection(scheme, shard, dtype, f"{name}.{key}", partial(layer.add_module, key), bias=biases)
+        layer.add_module(key, pending)
 
 
-def _check_cuts(name: str, schemes: Sequence[Scheme], pair: Sequence[Portion]) -> None:
+def _check_cuts(name: str, schemes: Sequence[Scheme], pair: Sequence[ExpertShard]) -> None:
     def works(ranks: int) -> bool:
-        return all(portion.can_be_of(scheme, ranks) for scheme, portion in zip(schemes, pair, strict=True))
+        return all(shard.is_shardable(scheme, ranks) for scheme, shard in zip(schemes, pair, strict=True))
 
-    for key, scheme, portion in zip(_KEYS, schemes, pair, strict=True):
-        if portion.can_be_of(scheme, portion.ranks):
+    for key, scheme, shard in zip(_KEYS, schemes, pair, strict=True):
+        if shard.is_shardable(scheme, shard.ranks):
             continue
-        own, what = portion.sizes[portion.dim] // portion.parts, ("rows", "columns")[portion.dim]
+        own, what = shard.sizes[shard.dim] // shard.parts, ("rows", "columns")[shard.dim]
         fit = ", ".join(str(ranks) for ranks in range(1, _MOST_RANKS + 1) if works(ranks))
         raise ValueError(
             f"qao: {name}.{key}: one process gets {own} {what} of a matrix, and {scheme} shares scales or a rotation "
-            f"among {portion.unit(scheme)}. Tensor parallel sizes that work: {fit}."
+            f"among {shard.unit(scheme)}. Tensor parallel sizes that work: {fit}."
         )
 
 
-def check_come(layer: nn.Module, engine: str) -> None:
+def check_loaded(layer: nn.Module, engine: str) -> None:
     """Raise ValueError if a tensor of ``up`` or ``down`` has not arrived."""
     for one in (layer.up, layer.down):
-        if isinstance(one, Arriving):
+        if isinstance(one, PendingProjection):
             raise ValueError(f"qao: {one.name}: {engine} has not loaded {', '.join(sorted(one.missing))} into it")
 
 
-class Arriving(nn.Module):
+class PendingProjection(nn.Module):
     """Collects the tensors of a projection. When all have arrived, ``done`` gets the result.
 
     Its parameters are empty. They only provide names and loaders.
@@ -128,7 +128,7 @@ class Arriving(nn.Module):
     def __init__(
         self,
         scheme: Scheme,
-        portion: Portion,
+        shard: ExpertShard,
         dtype: torch.dtype,
         name: str,
         done: Callable[[QuantProjection], None],
@@ -136,9 +136,9 @@ class Arriving(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.scheme, self.portion, self.dtype, self.name, self.done = scheme, portion, dtype, name, done
+        self.scheme, self.shard, self.dtype, self.name, self.done = scheme, shard, dtype, name, done
         self.device = torch.empty(0).device
-        empty = scheme.empty(portion.n, portion.k, dtype=dtype, device="meta").tensors()
+        empty = scheme.empty(shard.n, shard.k, dtype=dtype, device="meta").tensors()
         self.missing = {one for one, tensor in empty.items() if tensor is not None} | {marker.MARKER, marker.TRIPWIRE}
         self.missing |= {"bias"} if bias else set()
         self.found: dict[str, Tensor] = {}
@@ -149,11 +149,11 @@ class Arriving(nn.Module):
 
     def _take(self, one: str, parameter: nn.Parameter, loaded: Tensor) -> None:
         if one == marker.MARKER:
-            said = check_marker(loaded, self.scheme, (self.portion.n,), self.portion.k, self.name)
-            if said.experts is None or said.experts <= max(self.portion.slots):
+            stored = check_marker(loaded, self.scheme, (self.shard.n,), self.shard.k, self.name)
+            if stored.experts is None or stored.experts <= max(self.shard.slots):
                 raise ValueError(
-                    f"qao: {self.name}: the checkpoint holds {said.experts} experts, but the model has expert "
-                    f"{max(self.portion.slots)}. Use the checkpoint of this model."
+                    f"qao: {self.name}: the checkpoint holds {stored.experts} experts, but the model has expert "
+                    f"{max(self.shard.slots)}. Use the checkpoint of this model."
                 )
         elif one != marker.TRIPWIRE:
             self.found[one] = loaded
@@ -162,18 +162,18 @@ class Arriving(nn.Module):
             self.done(self._made())
 
     def _made(self) -> QuantProjection:
-        portion, scale, bias = self.portion, self.found.pop("activation_scale", None), self.found.pop("bias", None)
+        shard, scale, bias = self.shard, self.found.pop("activation_scale", None), self.found.pop("bias", None)
 
         def expert(number: int) -> PackedWeight:
             own: dict[str, Any] = {key: one[number].to(self.device) for key, one in self.found.items()}
             own |= {} if scale is None else {"activation_scale": scale.to(self.device)}  # shared by all experts
             packed = PackedWeight(**own)
-            return packed if portion.ranks == 1 else _part(self.scheme, packed, (portion.n, portion.k), portion.cuts())
+            return packed if shard.ranks == 1 else _part(self.scheme, packed, (shard.n, shard.k), shard.cuts())
 
-        count = len(portion.slots)
-        packed = stacked(map(expert, portion.slots), count)
-        bias = None if bias is None else portion.bias(bias.to(self.device))
-        return QuantProjection(count, *portion.sizes, self.scheme, packed, bias, self.dtype)
+        count = len(shard.slots)
+        packed = stacked(map(expert, shard.slots), count)
+        bias = None if bias is None else shard.bias(bias.to(self.device))
+        return QuantProjection(count, *shard.sizes, self.scheme, packed, bias, self.dtype)
 
 
 def _part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cuts: Sequence[Cut]) -> PackedWeight:

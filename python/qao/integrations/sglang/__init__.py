@@ -26,8 +26,8 @@ def _register(part: str) -> None:
     register_part(f"{__name__}.{part}")
 
 
-def _say_failed(part: str, module: str, error: Exception) -> None:
-    common.say_failed("sglang", _PARTS[part], error)
+def _warn_failed(part: str, module: str, error: Exception) -> None:
+    common.warn_failed("sglang", _PARTS[part], error)
 
 
 def register() -> None:
@@ -39,4 +39,4 @@ def register() -> None:
         logging.getLogger("sglang.qao").info("%s is set: SGLang runs without qao", common.switch("sglang"))
         return
     for part in _PARTS:
-        when_imported("sglang.srt.layers.quantization", partial(_register, part), partial(_say_failed, part))
+        when_imported("sglang.srt.layers.quantization", partial(_register, part), partial(_warn_failed, part))

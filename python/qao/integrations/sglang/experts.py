@@ -33,7 +33,7 @@ from ..serving import moe
 from . import expert_weights
 from .expert_weights import ExpertSizes, Weights
 from .layouts import LEFT_OUT
-from .process import missing, tell_left, tell_served
+from .process import log_served, log_unsupported, missing
 
 _WEIGHTS: dict[type, Callable[[Any, nn.Module, ExpertSizes], Weights | str]] = {
     CompressedTensorsFusedMoEMethod: expert_weights.of_compressed_tensors,
@@ -48,15 +48,15 @@ _WEIGHTS: dict[type, Callable[[Any, nn.Module, ExpertSizes], Weights | str]] = {
 }
 
 
-def beside_experts(own: Any, layer: nn.Module, name: str) -> Any:
+def choose_for_experts(own: Any, layer: nn.Module, name: str) -> Any:
     """qao's method for the experts of SGLang's method ``own``, or ``own`` itself."""
     if own is None or isinstance(own, UnquantizedFusedMoEMethod):
         return own
     made = _weights_of(own, layer)
     if isinstance(made, str):
-        tell_left(f"fused experts: {made}", name)
+        log_unsupported(f"fused experts: {made}", name)
         return own
-    tell_served(made.operator_name, name)
+    log_served(made.operator_name, name)
     return QaoExpertsMethod(own, made, name)
 
 

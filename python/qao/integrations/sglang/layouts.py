@@ -44,7 +44,7 @@ def _choice() -> Callable[[Any, nn.Module, str], Any] | None:
     try:
         from .method import choose
     except Exception as error:
-        common.say_failed("sglang", "linear layers", error)
+        common.warn_failed("sglang", "linear layers", error)
         return None
     return choose
 

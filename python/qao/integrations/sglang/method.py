@@ -24,9 +24,9 @@ from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8LinearMethod
 from torch import Tensor, nn
 
 from . import kernels
-from .experts import beside_experts
+from .experts import choose_for_experts
 from .kernels import Kernel, Share
-from .process import missing, tell_left, tell_served
+from .process import log_served, log_unsupported, missing
 
 _KERNELS: dict[type, Callable[[Any, nn.Module, Share], Kernel | str]] = {
     CompressedTensorsLinearMethod: kernels.of_compressed_tensors,
@@ -40,13 +40,13 @@ _KERNELS: dict[type, Callable[[Any, nn.Module, Share], Kernel | str]] = {
 }
 
 # Attributes that loaders and models read from a method, if present.
-_ASKED_FOR = ("quant_config", "quantization_config", "weight_block_size")
+_METHOD_ATTRIBUTES = ("quant_config", "quantization_config", "weight_block_size")
 
 
 def choose(own: Any, layer: nn.Module, name: str) -> Any:
     """qao's method for a layer with SGLang's method ``own``, or ``own`` itself."""
     if isinstance(layer, FusedMoE):
-        return beside_experts(own, layer, name)
+        return choose_for_experts(own, layer, name)
     return QaoLayoutMethod(own, name) if type(own) in _KERNELS else own
 
 
@@ -55,7 +55,7 @@ class QaoLayoutMethod(LinearMethodBase):  # type: ignore[misc]
 
     def __init__(self, own: Any, name: str) -> None:
         self.own, self.name = own, name
-        for attribute in _ASKED_FOR:
+        for attribute in _METHOD_ATTRIBUTES:
             if hasattr(own, attribute):
                 setattr(self, attribute, getattr(own, attribute))
 
@@ -77,10 +77,10 @@ class QaoLayoutMethod(LinearMethodBase):  # type: ignore[misc]
             self._leave(layer, made)
             return
         self.kernel = made
-        tell_served(made.operator_name, self.name)
+        log_served(made.operator_name, self.name)
 
     def _leave(self, layer: nn.Module, reason: str) -> None:
-        tell_left(reason, self.name)
+        log_unsupported(reason, self.name)
         layer.quant_method = self.own
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

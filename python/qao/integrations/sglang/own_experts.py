@@ -9,7 +9,7 @@ from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from torch import nn
 
 from ...schemes import Scheme
-from ..serving.projection import check_come, portions, wait_for
+from ..serving.projection import check_loaded, expert_shards, wait_for
 from .experts import GroupedExperts, unsupported_reason
 from .process import missing
 
@@ -28,11 +28,11 @@ class QaoOwnExpertsMethod(GroupedExperts):
 
     def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
         width = layer.intermediate_size_per_partition * layer.moe_tp_size
-        pair = portions(width, layer.hidden_size, _slots(layer), layer.moe_tp_rank, layer.moe_tp_size)
+        pair = expert_shards(width, layer.hidden_size, _slots(layer), layer.moe_tp_rank, layer.moe_tp_size)
         wait_for(layer, self.name, self.schemes, pair, layer.params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        check_come(layer, "SGLang")
+        check_loaded(layer, "SGLang")
 
 
 def _slots(layer: Any) -> list[int]:

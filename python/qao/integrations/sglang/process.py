@@ -40,11 +40,11 @@ def _once(key: str, message: str, *of: object) -> None:
         logger.info(message, *of)
 
 
-def tell_served(operator: str, name: str) -> None:
+def log_served(operator: str, name: str) -> None:
     """Log once that layers of this operator use qao."""
     _once(operator, "qao serves layers such as %s with %s", name, operator)
 
 
-def tell_left(reason: str, name: str) -> None:
+def log_unsupported(reason: str, name: str) -> None:
     """Log once that layers are left to SGLang for this reason."""
     _once(reason, "qao leaves layers such as %s to SGLang: %s", name, reason)

@@ -23,7 +23,7 @@ from ...nn.eligibility import is_embedding, is_fused, is_linear
 from ...nn.embedding import rename_ties
 from ...nn.linear import QuantLinear
 from ...nn.packed_module import PackedModule, frozen
-from ...quantization.skeleton import Undo, make_room, undo
+from ...quantization.skeleton import Undo, prepare_layers, undo
 from ...schemes import Int4Weight, Scheme, scheme_from_dict
 from ..imports import when_imported
 from ..wrapping import wrap
@@ -82,7 +82,7 @@ def _prepare(
     Raises:
         RuntimeError: a layer cannot be replaced, or its tensors are incomplete. The model is unchanged.
     """
-    done, fresh = room(model, state, names, assign)
+    done, fresh = prepared(model, state, names, assign)
     try:
         state = completed(fresh, state)
     except ValueError as error:
@@ -93,12 +93,12 @@ def _prepare(
     return done, state, _hint(model, modules, lost)
 
 
-def room(
+def prepared(
     model: nn.Module, state: Mapping[str, Any], names: list[str], assign: bool
 ) -> tuple[Undo, dict[str, PackedModule]]:
     """The argument of ``undo``, and the new layers by the names in ``names``."""
     try:
-        done = _make_room(model, state, names, assign)
+        done = _prepare_layers(model, state, names, assign)
     except ValueError as error:
         raise _error(model, str(error)) from error
     made = {id(parent._modules[attribute]) for parent, attribute, _ in done}
@@ -120,7 +120,7 @@ def _undo(model: nn.Module, done: Undo) -> None:
     rename_ties(model)
 
 
-def _make_room(model: nn.Module, state: Mapping[str, Any], names: list[str], assign: bool) -> Undo:
+def _prepare_layers(model: nn.Module, state: Mapping[str, Any], names: list[str], assign: bool) -> Undo:
     modules = dict(model.named_modules(remove_duplicate=False))
     schemes: dict[str, Scheme] = {}
     found: Found = {}
@@ -154,7 +154,7 @@ def _make_room(model: nn.Module, state: Mapping[str, Any], names: list[str], ass
     sizes = {name: (one.out_features, one.in_features) for name, one in found.items()}
     # As in torch: with assign, dtypes come from the state dict, otherwise from the model.
     dtypes = {name: one.dtype for name, one in found.items()} if assign else None
-    return make_room(model, schemes, sizes=sizes, dtypes=dtypes, on_meta=assign)
+    return prepare_layers(model, schemes, sizes=sizes, dtypes=dtypes, on_meta=assign)
 
 
 def _of_one_layer(module: nn.Module, scheme: Scheme, found: marker.Marker, state: Mapping[str, Any]) -> str:
@@ -289,7 +289,7 @@ def _load_model(theirs: Any) -> Any:
 
     def load_model(model: nn.Module, filename: Any, *args: Any, **options: Any) -> Any:
         state = safetensors_entries(filename)  # of any suffix
-        done, fresh = room(model, state, names_of_layers(state), False)
+        done, fresh = prepared(model, state, names_of_layers(state), False)
         try:
             completed(fresh, state)
             return theirs(model, filename, *args, **options)

@@ -58,9 +58,9 @@ def _register(part: str) -> None:
     _failed.discard(part)
 
 
-def _say_failed(part: str, module: str, error: Exception) -> None:
+def _warn_failed(part: str, module: str, error: Exception) -> None:
     _failed.add(part)
-    common.say_failed("vllm", _WHAT[part], error)
+    common.warn_failed("vllm", _WHAT[part], error)
 
 
 def register() -> None:
@@ -72,4 +72,4 @@ def register() -> None:
         logging.getLogger("vllm.qao").info("%s is set: vLLM runs without qao", common.switch("vllm"))
         return
     for module, part in PARTS.items():
-        when_imported(module, partial(_register, part), partial(_say_failed, part))
+        when_imported(module, partial(_register, part), partial(_warn_failed, part))

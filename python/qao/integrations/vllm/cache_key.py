@@ -43,7 +43,7 @@ def register() -> None:
     """Make ``VllmConfig.compute_hash`` include ``factors()``. Idempotent."""
     config: Any = sys.modules["vllm.config.vllm"].VllmConfig
     own = config.compute_hash
-    if getattr(own, "knows_qao", False):
+    if getattr(own, "patched_by_qao", False):
         return
 
     @wraps(own)
@@ -51,5 +51,5 @@ def register() -> None:
         found = own(self, *args, **kwargs)
         return hashlib.sha256("\n".join([found, *factors()]).encode()).hexdigest()[: len(found)]
 
-    compute_hash.knows_qao = True  # type: ignore[attr-defined]
+    compute_hash.patched_by_qao = True  # type: ignore[attr-defined]
     config.compute_hash = compute_hash

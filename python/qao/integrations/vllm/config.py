@@ -55,7 +55,7 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
         """
         from vllm.model_executor.models.utils import WeightsMapper
 
-        self.served.tell_unasked()
+        self.served.warn_unrequested()
         return WeightsMapper(orig_to_new_regex={_EXPERTS: "experts.routed_experts."})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:

@@ -54,7 +54,7 @@ def register() -> None:
     """Make vLLM log ``summary`` at the end of loading. Idempotent."""
     utils: Any = sys.modules[_UTILS]
     process = utils.process_weights_after_loading
-    if getattr(process, "tells_of_qao", False):
+    if getattr(process, "patched_by_qao", False):
         return
 
     @wraps(process)
@@ -63,5 +63,5 @@ def register() -> None:
         logging.getLogger("vllm.qao").info(summary(model))
         return result
 
-    process_weights_after_loading.tells_of_qao = True  # type: ignore[attr-defined]
+    process_weights_after_loading.patched_by_qao = True  # type: ignore[attr-defined]
     replace_functions(_UTILS, {"process_weights_after_loading": process_weights_after_loading})

@@ -115,6 +115,6 @@ def register_fp8() -> None:
 
 def _register(name: str, functions: Callable[[Any], dict[str, Any]]) -> None:
     oracle: Any = sys.modules[name]
-    if not getattr(oracle, "qao_is_asked_first", False):
+    if not getattr(oracle, "patched_by_qao", False):
         replace_functions(name, functions(oracle))
-        oracle.qao_is_asked_first = True
+        oracle.patched_by_qao = True

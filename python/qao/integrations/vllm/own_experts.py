@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from ...nn.experts import QuantProjection
 from ...ops.grouped_autograd import SILU_MUL, Gate
 from ...schemes import Scheme
-from ..serving.projection import check_come, portions, wait_for
+from ..serving.projection import check_loaded, expert_shards, wait_for
 from .grouped_experts import GroupedExperts, kernel_of, unsupported_experts
 
 CHILD = "routed_experts"
@@ -77,13 +77,13 @@ class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"{config.hidden_dim} columns for {config.hidden_dim_unpadded}. Choose another --all2all-backend."
             )
         interleaved = config.activation == MoEActivation.SWIGLUOAI
-        place = parallel.tp_rank, parallel.tp_size
-        pair = portions(config.intermediate_size, config.hidden_dim, _slots(layer), *place, interleaved=interleaved)
+        sizes, shard = (config.intermediate_size, config.hidden_dim), (parallel.tp_rank, parallel.tp_size)
+        pair = expert_shards(*sizes, _slots(layer), *shard, interleaved=interleaved)
         wait_for(layer, self.name, self.schemes, pair, layer.params_dtype, biases=config.has_bias)
         layer.load_weights = partial(_load, layer)  # vLLM's loader knows only "w13_…" and "w2_…"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        check_come(layer, "vLLM")
+        check_loaded(layer, "vLLM")
         self.moe_quant_config = FusedMoEQuantConfig.make()
         experts = QaoOwnExperts(moe_config=self.moe, quant_config=self.moe_quant_config)
         experts.up, experts.down = layer.up, layer.down
