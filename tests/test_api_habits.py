@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,6 +184,16 @@ def test_an_argument_under_its_old_name_warns() -> None:
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.raises(TypeError, match="row_scale is the old name"), pytest.warns(DeprecationWarning):
         qao.ops.int8_grouped_mm(*tensors, row_scale=router, router_weights=router)
+
+
+def test_save_and_load_take_a_module_under_its_old_name(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model, path = model_with_head(), tmp_path / "model.safetensors"
+    with pytest.warns(DeprecationWarning, match=r"save\(module=...\) is now model=..."):
+        qao.save(module=model, path=path)
+    with pytest.warns(DeprecationWarning, match=r"load\(module=...\) is now model=..."):
+        loaded = qao.load(path, module=model_with_head())
+    assert torch.equal(loaded["up"].weight, model["up"].weight)
 
 
 def test_the_functions_are_the_operators() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import _moved
 from ..nn import marker
 from ..nn.packed_module import PackedModule
 from ..nn.saved_codes import SavedCodes
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from .files import TensorFiles  # imports safetensors, and ``import qao`` does not
 
 
+@_moved.renamed(module="model")
 @modes.neutral()
-def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> list[Path]:
-    """Write the state dict of a module, with quantized and other layers, as safetensors.
+def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> list[Path]:
+    """Write the state dict of a model, with quantized and other layers, as safetensors.
 
     Each file is written under a temporary name and then renamed, so that no reader sees a partial file. Tensors on a
     GPU are copied one at a time. Tensors that several names share are written once; ``load`` shares them again.
@@ -37,7 +39,7 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
     ``module.``). ``load`` finds them in models with and without these prefixes.
 
     Args:
-        module: any module, on any device.
+        model: any module, on any device.
         path: a name that ends in ``.safetensors`` for one file, otherwise a directory, which is created. It gets
             model.safetensors, or several files with an index if the tensors exceed ``max_shard_size``.
         max_shard_size: bytes of tensors per file in a directory. A larger tensor gets a separate file.
@@ -51,7 +53,7 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
         OSError: for example, the disk is full. Files of an earlier save are unchanged.
     """
     path = Path(path)
-    state = unwrapped(module).state_dict()
+    state = unwrapped(model).state_dict()
     bare = without_wrappers(state)
     tensors, aliases = unshared({bare[name]: tensor for name, tensor in state.items()})
     single = path.suffix == ".safetensors"
@@ -64,10 +66,11 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
     return writer.files
 
 
+@_moved.renamed(module="model")
 @modes.neutral(defaults=False)
 def load(
     path: str | os.PathLike[str],
-    module: nn.Module | None = None,
+    model: nn.Module | None = None,
     *,
     device: torch.device | str | None = None,
     **options: Any,
@@ -75,54 +78,53 @@ def load(
     """Load a file or directory written by ``save``.
 
     Args:
-        path: a .safetensors file, or a directory. A directory with a config.json needs no ``module``.
-        module: the float model, best created on the meta device, or one that is already quantized. Every linear layer
+        path: a .safetensors file, or a directory. A directory with a config.json needs no ``model``.
+        model: the float model, best created on the meta device, or one that is already quantized. Every linear layer
             that is quantized in the checkpoint becomes a QuantLinear of its scheme, in place. All tensors come from the
             file, with its dtypes. A transformers model also takes files of ``save_pretrained`` and any checkpoint that
             ``qao.from_pretrained`` reads. None: ``qao.from_pretrained(path)``.
-        device: target device; None: the module's device, or the CPU if that is meta.
-        options: without ``module``, the options of ``qao.from_pretrained``.
+        device: target device; None: the model's device, or the CPU if that is meta.
+        options: without ``model``, the options of ``qao.from_pretrained``.
 
     Returns:
-        ``module``, or the model of ``from_pretrained``.
+        ``model``, or the model of ``from_pretrained``.
 
     Raises:
         CheckpointError: a damaged file.
         OSError: the file cannot be opened, for example without permission.
-        ValueError: the checkpoint does not match the module: missing or unexpected tensors, another shape, or buffers
-            on meta that no checkpoint holds. If it is raised before values are loaded, the module is unchanged.
-        TypeError: there is neither a module nor a config.json.
+        ValueError: the checkpoint does not match the model: missing or unexpected tensors, another shape, or buffers
+            on meta that no checkpoint holds. If it is raised before values are loaded, the model is unchanged.
+        TypeError: there is neither a model nor a config.json.
     """
     path = Path(path)
-    if module is None:
+    if model is None:
         if not (path.is_dir() and (path / "config.json").exists()) and path.suffix != ".gguf":
             raise TypeError(
                 f"load: {path} has no config.json that describes the model. Pass the model, made on meta: "
-                "qao.load(path, module)."
+                "qao.load(path, model)."
             )
         from ..integrations.huggingface.from_pretrained import from_pretrained
 
-        model: nn.Module = from_pretrained(path, device=device, **options)
-        return model
+        return from_pretrained(path, device=device, **options)  # type: ignore[no-any-return]
     if options:
-        raise TypeError(f"load: {', '.join(options)} are for models that a config.json describes, not for a module")
+        raise TypeError(f"load: {', '.join(options)} are for models that a config.json describes, not for a model")
     from .files import TensorFiles
 
-    model = unwrapped(module)
-    own = next(model.parameters(), None)
+    inner = unwrapped(model)
+    own = next(inner.parameters(), None)
     home = device if device is not None else "cpu" if own is None or own.is_meta else own.device
     files = TensorFiles(path)
     native.add_aliases(files)
     try:
-        names = _fit(model, files)
+        names = _fit(inner, files)
     except ValueError:
-        loaded = _by_transformers(path, model)
+        loaded = _by_transformers(path, inner)
         if loaded is None:
             raise
         files = loaded
-        names = _fit(model, files)
-    _load(model, files, names, home)
-    return module
+        names = _fit(inner, files)
+    _load(inner, files, names, home)
+    return model
 
 
 def _by_transformers(path: Path, module: nn.Module) -> TensorFiles | None:

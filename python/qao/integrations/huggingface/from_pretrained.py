@@ -517,7 +517,7 @@ def _config(
     else:
         from ...checkpoints import CheckpointError
 
-        raise CheckpointError(f"{source}: no config.json describes the model; use qao.load(path, module)")
+        raise CheckpointError(f"{source}: no config.json describes the model; use qao.load(path, model)")
     for part in (config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))):
         quantization = getattr(part, "quantization_config", None)
         if isinstance(quantization, dict) and quantization.get("quant_method") == "qao" and quantization.get("dtype"):
