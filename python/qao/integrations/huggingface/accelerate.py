@@ -59,16 +59,16 @@ def register() -> None:
         _prepare_layers_before(function)
 
 
-def _prepare_layers_before(theirs: Any) -> None:
-    @functools.wraps(theirs)
+def _prepare_layers_before(upstream: Any) -> None:
+    @functools.wraps(upstream)
     def load(model: nn.Module, checkpoint: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
         _prepare_layers(model, Path(checkpoint), options.get("dtype"))
-        return theirs(model, checkpoint, *args, **options)
+        return upstream(model, checkpoint, *args, **options)
 
     users: list[Any] = [module for name, module in sys.modules.items() if name.partition(".")[0] == "accelerate"]
     for user in users:
-        if user.__dict__.get(theirs.__name__) is theirs:
-            setattr(user, theirs.__name__, load)
+        if user.__dict__.get(upstream.__name__) is upstream:
+            setattr(user, upstream.__name__, load)
 
 
 def _prepare_layers(model: nn.Module, checkpoint: Path, dtype: Any) -> None:

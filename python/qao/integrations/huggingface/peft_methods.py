@@ -89,12 +89,12 @@ def _wrap_all(name: str, wrapper: Callable[[Any], Any]) -> None:
             setattr(kind, name, functools.wraps(vars(kind)[name])(wrapper(vars(kind)[name])))
 
 
-def _around(theirs: Any) -> Any:
+def _around(upstream: Any) -> Any:
     def injected(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with as_float_layers(model), _all_or_nothing(model):
             for config in vars(self).get("peft_config", {}).values():
                 _check_parameters(config, model)
-            result = theirs(self, model, *args, **kwargs)
+            result = upstream(self, model, *args, **kwargs)
         for module in model.modules():
             if isinstance(module, tuners_utils.BaseTunerLayer) and isinstance(_base(module), PackedModule):
                 _teach_merging(type(module))
@@ -114,17 +114,17 @@ def _check_parameters(config: Any, model: nn.Module) -> None:
                 raise TypeError(_refusal(config, f"{name}.{key}", owner, "target_parameters needs float Parameters"))
 
 
-def _whole(theirs: Any) -> Any:
+def _whole(upstream: Any) -> Any:
     """``PeftModel.__init__``: steps after the adapters, such as modules_to_save, may also fail."""
 
     def init(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         with _all_or_nothing(model):
-            theirs(self, model, *args, **kwargs)
+            upstream(self, model, *args, **kwargs)
 
     return init
 
 
-def _named(theirs: Any) -> Any:
+def _named(upstream: Any) -> Any:
     """``_create_and_replace`` with errors that name the method, the layer and the remedy."""
 
     def create(
@@ -132,12 +132,12 @@ def _named(theirs: Any) -> Any:
     ) -> Any:
         base = _base(target)
         if not isinstance(base, PackedModule):
-            return theirs(self, config, adapter, target, name, parent, *args, **kwargs)
+            return upstream(self, config, adapter, target, name, parent, *args, **kwargs)
         key = kwargs.get("current_key") or (args[0] if args else name)
         if isinstance(base, Sharded):
             raise TypeError(_refusal(config, key, base, "it is sharded (qao.distributed)"))
         try:
-            result = theirs(self, config, adapter, target, name, parent, *args, **kwargs)
+            result = upstream(self, config, adapter, target, name, parent, *args, **kwargs)
         except ValueError as error:
             if "support" not in str(error):
                 raise  # an error in the config, independent of the layer
@@ -162,10 +162,10 @@ def _base(layer: Any) -> nn.Module:
     return layer.get_base_layer() if isinstance(layer, tuners_utils.BaseTunerLayer) else layer  # type: ignore[no-any-return]
 
 
-def _weight(layer: Layer, theirs: Any) -> Tensor:
+def _weight(layer: Layer, upstream: Any) -> Tensor:
     """``layer.weight``: PEFT would use ``qweight`` of any layer that has one."""
     base = layer.get_base_layer()
-    return base.weight if isinstance(base, PackedModule) else theirs(layer)
+    return base.weight if isinstance(base, PackedModule) else upstream(layer)
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------------
@@ -190,13 +190,13 @@ def _teach_merging(kind: type) -> None:
     """
     if not hasattr(kind, "merge") or getattr(kind.merge, "quantizes", False) or getattr(kind, "merges_itself", False):
         return
-    theirs, back = kind.merge, kind.unmerge  # type: ignore[attr-defined]
+    upstream, back = kind.merge, kind.unmerge  # type: ignore[attr-defined]
 
-    @functools.wraps(theirs)
+    @functools.wraps(upstream)
     def merge(self: Layer, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         base = _base(self)
         if not isinstance(base, PackedModule):
-            theirs(self, safe_merge, adapter_names)
+            upstream(self, safe_merge, adapter_names)
             return
         names = tuners_utils.check_adapters_to_merge(self, adapter_names)
         if not names:
@@ -208,7 +208,7 @@ def _teach_merging(kind: type) -> None:
         self.merged_adapters = []
         try:
             with _in_place_of(self, base, floats):
-                theirs(self, safe_merge, [*before, *names])
+                upstream(self, safe_merge, [*before, *names])
             merged: list[str] = self.merged_adapters
             weight = floats.weight.detach()  # type: ignore[operator]
             change = (weight - original).norm()
@@ -274,16 +274,16 @@ def _in_place_of(layer: Layer, base: nn.Module, floats: nn.Module) -> Iterator[N
         layer.base_layer = base
 
 
-def _untying(theirs: Any) -> Any:
+def _untying(upstream: Any) -> Any:
     """``BaseTuner._unload_and_optionally_merge``, which compares addresses of the embedding and the head."""
 
     def unload(self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
         ends = _ends(self.model)
         if not any(isinstance(module, PackedModule) for end in ends for module in end.modules()):
-            return theirs(self, merge, *args, **kwargs)
+            return upstream(self, merge, *args, **kwargs)
         tied = merge and self.get_model_config(self.model).get("tie_word_embeddings")
         with mock.patch.object(self, "get_model_config", lambda model: {}):
-            model = theirs(self, merge, *args, **kwargs)
+            model = upstream(self, merge, *args, **kwargs)
         ends = _ends(model)
         if tied and len(ends) == 2 and not _tie_again(*ends):
             model.config.tie_word_embeddings = False
@@ -322,13 +322,13 @@ def _tie_again(embedding: nn.Module, head: nn.Module) -> bool:
 # ---- trainable tokens ------------------------------------------------------------------------------------------------
 
 
-def _with_tokens(theirs: Any) -> Any:
+def _with_tokens(upstream: Any) -> Any:
     """``TrainableTokensLayer.forward_adapters``: substitutes trained rows for those of the base layer."""
 
     def forward_adapters(self: Layer, x: Tensor, active_adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
         base = self.base_layer
         if not isinstance(base, PackedModule) or self.disable_adapters or not active_adapters or self.merged:
-            return theirs(self, x, active_adapters, *args, **kwargs)  # type: ignore[no-any-return]
+            return upstream(self, x, active_adapters, *args, **kwargs)  # type: ignore[no-any-return]
         self._check_overlapping_tokens(active_adapters)
         result: Tensor = base(x, *args, **kwargs)
         for name in active_adapters:
@@ -348,12 +348,12 @@ def _with_tokens(theirs: Any) -> Any:
     return forward_adapters
 
 
-def _made_of_float(theirs: Any) -> Any:
+def _made_of_float(upstream: Any) -> Any:
     """``TrainableTokensLayer.__init__``, which reads the sizes of the layer."""
 
     def init(self: Layer, base_layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         with as_float_layers(base_layer):
-            theirs(self, base_layer, *args, **kwargs)
+            upstream(self, base_layer, *args, **kwargs)
 
     return init
 
@@ -361,11 +361,11 @@ def _made_of_float(theirs: Any) -> Any:
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 
-def _counting(theirs: Any) -> Any:
+def _counting(upstream: Any) -> Any:
     """``get_nb_trainable_parameters``, which sums tensor sizes."""
 
     def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
-        trained, total = theirs(self)
+        trained, total = upstream(self)
         return trained, total + uncounted(self.modules())
 
     return get_nb_trainable_parameters
@@ -374,7 +374,7 @@ def _counting(theirs: Any) -> Any:
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _with_word_embedding(theirs: Any) -> Any:
+def _with_word_embedding(upstream: Any) -> Any:
     """``PeftModel._setup_prompt_encoder``, which finds the embedding by the first size of parameters.
 
     In a quantized model these are the sizes of packed tensors. PEFT first looks for an embedding under BERT's name.
@@ -384,7 +384,7 @@ def _with_word_embedding(theirs: Any) -> Any:
         model = self.base_model
         search = model.get_submodule
         if not any(isinstance(module, PackedModule) for module in model.modules()):
-            return theirs(self, adapter_name)
+            return upstream(self, adapter_name)
 
         def get_submodule(target: str) -> Any:
             try:
@@ -397,7 +397,7 @@ def _with_word_embedding(theirs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(model, "get_submodule", get_submodule))
             stack.enter_context(_all_or_nothing(model))
-            return theirs(self, adapter_name)
+            return upstream(self, adapter_name)
 
     return setup
 
@@ -411,8 +411,8 @@ def register() -> None:
     _wrap_all("_pre_injection_hook", _around)
     _wrap_all("_create_and_replace", _named)
     _wrap_all("_unload_and_optionally_merge", _untying)
-    theirs = tuners_utils.BaseTunerLayer.weight.fget
-    tuners_utils.BaseTunerLayer.weight = property(lambda self: _weight(self, theirs))
+    upstream = tuners_utils.BaseTunerLayer.weight.fget
+    tuners_utils.BaseTunerLayer.weight = property(lambda self: _weight(self, upstream))
     kind = tokens.TrainableTokensLayer
     kind.forward_adapters = functools.wraps(kind.forward_adapters)(_with_tokens(kind.forward_adapters))
     kind.__init__ = functools.wraps(kind.__init__)(_made_of_float(kind.__init__))

@@ -86,12 +86,12 @@ def _override_dtype(base: Any) -> None:
 
     Pipelines cast inputs to it, and scales may be float32 in a bfloat16 model.
     """
-    theirs = base.dtype.fget
-    if theirs.__module__ == __name__:
+    upstream = base.dtype.fget
+    if upstream.__module__ == __name__:
         return
 
     def dtype(self: nn.Module) -> torch.dtype:
-        found: torch.dtype = theirs(self)
+        found: torch.dtype = upstream(self)
         for module in self.modules():
             if isinstance(module, PackedModule):
                 return module.dtype if found == module.scales.dtype else found
@@ -107,33 +107,33 @@ def _override_num_parameters(base: Any) -> None:
 
     These libraries count other four-bit weights in the same way.
     """
-    theirs = base.num_parameters
-    if theirs.__module__ == __name__:
+    upstream = base.num_parameters
+    if upstream.__module__ == __name__:
         return
 
     def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        counted: int = theirs(self, only_trainable, exclude_embeddings)
+        counted: int = upstream(self, only_trainable, exclude_embeddings)
         return counted if only_trainable else counted + targets.uncounted(self.modules(), exclude_embeddings)
 
-    base.num_parameters = functools.wraps(theirs)(num_parameters)
+    base.num_parameters = functools.wraps(upstream)(num_parameters)
     base.num_parameters.__module__ = __name__
 
 
-def _cast(base: Any, name: str, theirs: Any) -> Any:
+def _cast(base: Any, name: str, upstream: Any) -> Any:
     """``.half()`` or ``.float()`` as torch defines it. These libraries refuse it for models from ``from_pretrained``,
     but not ``.to(dtype)``."""
 
     def cast(self: nn.Module, *args: Any) -> Any:
         quantized = any(isinstance(module, PackedModule) for module in self.modules())
-        return getattr(super(base, self), name)(*args) if quantized else theirs(self, *args)
+        return getattr(super(base, self), name)(*args) if quantized else upstream(self, *args)
 
     return cast
 
 
 def _guard_resizing(base: Any) -> None:
     """Make ``resize_token_embeddings`` reject a quantized embedding or head before it changes the other one."""
-    theirs = base._resize_token_embeddings
-    if theirs.__module__ == __name__:
+    upstream = base._resize_token_embeddings
+    if upstream.__module__ == __name__:
         return
 
     def resize(
@@ -151,7 +151,7 @@ def _guard_resizing(base: Any) -> None:
                     "cannot be resized. Resize the float model and then quantize it, or quantize it with "
                     "{'lm_head': None, 're:.*': scheme}, which leaves both ends in float. The model is unchanged."
                 )
-        return theirs(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+        return upstream(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
-    base._resize_token_embeddings = functools.wraps(theirs)(resize)
+    base._resize_token_embeddings = functools.wraps(upstream)(resize)
     base._resize_token_embeddings.__module__ = __name__

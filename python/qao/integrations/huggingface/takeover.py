@@ -39,7 +39,7 @@ def register() -> None:
     wrap(modeling_utils.PreTrainedModel, "from_pretrained", _from_pretrained)
 
 
-def _from_pretrained(theirs: Any) -> Any:
+def _from_pretrained(upstream: Any) -> Any:
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *model_args: Any, **options: Any) -> Any:
         path = _base_of(pretrained_model_name_or_path, options)
         found = None if path is None else _quantization(path, options)
@@ -49,7 +49,7 @@ def _from_pretrained(theirs: Any) -> Any:
             _check_again(path, _layers(found), given)
             options = {name: value for name, value in options.items() if name != "quantization_config"}
         other = method in METHODS and (given is None or isinstance(given, QaoConfig)) and is_on()
-        whole = functools.partial(theirs, cls, pretrained_model_name_or_path, *model_args, **options)
+        whole = functools.partial(upstream, cls, pretrained_model_name_or_path, *model_args, **options)
         if other or (method == "qao" and found is not None and _renames(options.get("key_mapping"), found)):
             return _take(cls, whole, path, model_args, options, again=method == "mxfp4", fall_back=other)
         return whole()
@@ -107,7 +107,7 @@ def _renames(mapping: Mapping[str, str] | None, found: Mapping[str, Any]) -> boo
 
 def _take(
     cls: Any,
-    theirs: functools.partial[Any],
+    upstream: functools.partial[Any],
     path: Any,
     model_args: tuple[Any, ...],
     options: dict[str, Any],
@@ -115,11 +115,11 @@ def _take(
     again: bool,
     fall_back: bool,
 ) -> Any:
-    """``qao.from_pretrained``, or ``theirs`` if that cannot load the checkpoint.
+    """``qao.from_pretrained``, or ``upstream`` if that cannot load the checkpoint.
 
     Args:
         again: a QaoConfig may quantize the checkpoint with another scheme, as most of the model is in float.
-        fall_back: ``theirs`` may load what qao cannot; otherwise the error is raised.
+        fall_back: ``upstream`` may load what qao cannot; otherwise the error is raised.
     """
     from ...checkpoints import CheckpointError, open_checkpoint
 
@@ -134,7 +134,7 @@ def _take(
         kept["dtype"] = dtype
     more = dict(kept.pop("adapter_kwargs", None) or {})
     named, adapter = kept.pop("adapter_name", "default"), more.pop("_adapter_model_path", None)
-    requested = theirs.args[1]
+    requested = upstream.args[1]
     try:
         _check_options(options)
         loaded = load(path, *model_args, auto_class=cls, **kept)
@@ -144,7 +144,7 @@ def _take(
         warnings.warn(
             f"{path}: loaded by the library that config.json names, not onto qao's layers: {error}", stacklevel=3
         )
-        return theirs()
+        return upstream()
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.name_or_path = model.config.name_or_path = str(path)
     adapter = adapter or (None if requested == path else requested)

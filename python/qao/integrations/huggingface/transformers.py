@@ -98,14 +98,14 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     def _watch(self, model: Any) -> None:
         """Record which tensors transformers initializes because they are missing or have another shape."""
         for name in ("_move_missing_keys_from_meta_to_device", "_move_missing_keys_from_meta_to_cpu"):
-            theirs = getattr(model, name, None)
-            if theirs is not None:
-                vars(model)[name] = partial(self._note_missing, theirs)
+            upstream = getattr(model, name, None)
+            if upstream is not None:
+                vars(model)[name] = partial(self._note_missing, upstream)
                 self._watched.append(name)
 
-    def _note_missing(self, theirs: Any, missing: Any, *args: Any, **kwargs: Any) -> Any:
+    def _note_missing(self, upstream: Any, missing: Any, *args: Any, **kwargs: Any) -> Any:
         self.loader.absent.update(missing)
-        return theirs(missing, *args, **kwargs)
+        return upstream(missing, *args, **kwargs)
 
     # ---- while they arrive: version 5
 
@@ -278,8 +278,8 @@ def watch_loading() -> None:
     wrap(PreTrainedModel, "_load_pretrained_model", _checking_files)
 
 
-def _checking_files(theirs: Any) -> Any:
-    signature = inspect.signature(theirs)
+def _checking_files(upstream: Any) -> Any:
+    signature = inspect.signature(upstream)
 
     def load(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options).arguments
@@ -287,7 +287,7 @@ def _checking_files(theirs: Any) -> Any:
         quantizer = given.get("hf_quantizer", getattr(how, "hf_quantizer", None))
         if isinstance(quantizer, QaoQuantizer):
             quantizer.check_files(given["model"], given["state_dict"], given["checkpoint_files"], how, given)
-        return theirs(*args, **options)
+        return upstream(*args, **options)
 
     return load
 

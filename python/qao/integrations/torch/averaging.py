@@ -53,9 +53,9 @@ def _synchronize(found: dict[str, Tensor], wanted: dict[str, Tensor], first: boo
         raise ValueError(
             f"AveragedModel: {name} is quantized in only one of the two models. Quantize before AveragedModel."
         )
-    for name, theirs in wanted.items():
+    for name, upstream in wanted.items():
         own = found[name]
-        local, other = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (own, theirs))
+        local, other = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (own, upstream))
         if torch.equal(local, other.to(local.device)):
             continue
         if not first:

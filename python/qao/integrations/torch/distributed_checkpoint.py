@@ -25,15 +25,16 @@ def register() -> None:
     wrap(state_dict_loader, "_load_state_dict", _checked)
 
 
-def _checked(theirs: Any) -> Any:
-    parameters = inspect.signature(theirs)
+def _checked(upstream: Any) -> Any:
+    parameters = inspect.signature(upstream)
 
     def load_state_dict(*args: Any, **options: Any) -> None:
         given = parameters.bind(*args, **options).arguments
         own = _markers(given["state_dict"])
         if own:
-            _check(own, theirs, {name: value for name, value in given.items() if name not in ("state_dict", "planner")})
-        theirs(*args, **options)
+            rest = {name: value for name, value in given.items() if name not in ("state_dict", "planner")}
+            _check(own, upstream, rest)
+        upstream(*args, **options)
 
     return load_state_dict
 

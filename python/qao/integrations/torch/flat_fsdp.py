@@ -20,14 +20,14 @@ def register() -> None:
     wrap(fsdp.FullyShardedDataParallel, "__init__", _checked)
 
 
-def _checked(theirs: Any) -> Any:
-    parameters = inspect.signature(theirs)
+def _checked(upstream: Any) -> Any:
+    parameters = inspect.signature(upstream)
 
     def __init__(*args: Any, **options: Any) -> None:
         given = parameters.bind(*args, **options).arguments
         ignored = [*(given.get("ignored_modules") or ()), *(given.get("ignored_states") or ())]
         _check(given["module"], ignored)
-        theirs(*args, **options)
+        upstream(*args, **options)
 
     return __init__
 

@@ -44,16 +44,16 @@ def register() -> None:
     nn.utils.vector_to_parameters = convert_parameters.vector_to_parameters
 
 
-def _reparametrization(theirs: Any) -> Any:
-    parameters = inspect.signature(theirs)
+def _reparametrization(upstream: Any) -> Any:
+    parameters = inspect.signature(upstream)
 
     def register(*args: Any, **options: Any) -> Any:
         given = parameters.bind(*args, **options)
         given.apply_defaults()
         module, name, *_ = given.arguments.values()
         if isinstance(module, PackedModule):
-            module.refuse_reparametrization(name, theirs.__qualname__)
-        return theirs(*args, **options)
+            module.refuse_reparametrization(name, upstream.__qualname__)
+        return upstream(*args, **options)
 
     return register
 
@@ -63,15 +63,15 @@ def _reparametrization(theirs: Any) -> Any:
 _ENTRIES = (*PackedWeight._fields, marker.MARKER)
 
 
-def _functional_call(theirs: Any) -> Any:
+def _functional_call(upstream: Any) -> Any:
     def functional_call(
         module: nn.Module, parameters_and_buffers: dict[str, Tensor], *args: Any, **options: Any
     ) -> Any:
         if torch.compiler.is_compiling():
-            return theirs(module, parameters_and_buffers, *args, **options)
+            return upstream(module, parameters_and_buffers, *args, **options)
         given = _without_markers(module, parameters_and_buffers)
-        result = theirs(module, given, *args, **options)
-        parameters_and_buffers.update(given)  # theirs has put buffers there that the call has replaced
+        result = upstream(module, given, *args, **options)
+        parameters_and_buffers.update(given)  # torch has put buffers there that the call has replaced
         return result
 
     return functional_call
@@ -100,13 +100,13 @@ def _without_markers(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _swap_tensors(theirs: Any) -> Any:
+def _swap_tensors(upstream: Any) -> Any:
     def swap_tensors(t1: Tensor, t2: Tensor) -> None:
         for tensor in (t1, t2):
             if isinstance(tensor, DequantizedWeight):
                 tensor.refuse_write("torch.utils.swap_tensors")
         _check_swap(t1, t2)
-        theirs(t1, t2)
+        upstream(t1, t2)
 
     return swap_tensors
 
@@ -128,17 +128,17 @@ def _check_swap(one: Tensor, other: Tensor) -> None:
         )
 
 
-def _copy(theirs: Any) -> Any:
+def _copy(upstream: Any) -> Any:
     def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
         if hasattr(self, "packed_sizes"):
             check_copy(self, src)
-        copied: Tensor = theirs(self, src, non_blocking)
+        copied: Tensor = upstream(self, src, non_blocking)
         return copied
 
     return copy_
 
 
-def _vector_to_parameters(theirs: Any) -> Any:
+def _vector_to_parameters(upstream: Any) -> Any:
     def vector_to_parameters(vec: Tensor, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
         if any(hasattr(parameter, "packed_sizes") for parameter in parameters):
@@ -146,6 +146,6 @@ def _vector_to_parameters(theirs: Any) -> Any:
                 "vector_to_parameters: among the parameters are packed tensors of quantized layers, which would become "
                 "floats. Use the trainable ones in both directions: [p for p in model.parameters() if p.requires_grad]."
             )
-        theirs(vec, parameters)
+        upstream(vec, parameters)
 
     return vector_to_parameters

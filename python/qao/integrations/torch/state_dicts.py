@@ -37,7 +37,7 @@ def register() -> None:
     when_imported("safetensors.torch", _register_safetensors)
 
 
-def _load_state_dict(theirs: Any) -> Any:
+def _load_state_dict(upstream: Any) -> Any:
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **others: Any
     ) -> Any:
@@ -45,10 +45,10 @@ def _load_state_dict(theirs: Any) -> Any:
         if not names:
             if isinstance(state_dict, Mapping):
                 _refuse_codes(self, state_dict)
-            return theirs(self, state_dict, strict, assign, **others)
+            return upstream(self, state_dict, strict, assign, **others)
         done, state_dict, hint = _prepare(self, state_dict, names, assign)
         try:
-            result = theirs(self, state_dict, strict, assign, **others)
+            result = upstream(self, state_dict, strict, assign, **others)
         except RuntimeError as error:
             _undo(self, done)
             if hint:
@@ -284,7 +284,7 @@ def _register_safetensors() -> None:
     wrap(library, "load_model", _load_model)
 
 
-def _load_model(theirs: Any) -> Any:
+def _load_model(upstream: Any) -> Any:
     """``load_model`` compares names with the model before loading, so layers are replaced before that."""
 
     def load_model(model: nn.Module, filename: Any, *args: Any, **options: Any) -> Any:
@@ -292,7 +292,7 @@ def _load_model(theirs: Any) -> Any:
         done, fresh = prepared(model, state, names_of_layers(state), False)
         try:
             completed(fresh, state)
-            return theirs(model, filename, *args, **options)
+            return upstream(model, filename, *args, **options)
         except RuntimeError:
             _undo(model, done)
             raise

@@ -41,13 +41,13 @@ def summary(model: nn.Module) -> str:
     counts = Counter(filter(None, map(kernel_of, model.modules())))
     if not counts:
         return f"qao {__version__} serves no layer: the model has no quantized ones"
-    ours, theirs = (
+    ours, upstream = (
         ", ".join(f"{n} {name}" for (name, own), n in counts.items() if own is one) for one in (True, False)
     )
     served = sum(n for (_, own), n in counts.items() if own)
     line = f"qao {__version__} serves {served} of {counts.total()} quantized layers"
     line += f": {ours}" if ours else ""
-    return line + (f"; vLLM's own kernels serve the others: {theirs}" if theirs else "")
+    return line + (f"; vLLM's own kernels serve the others: {upstream}" if upstream else "")
 
 
 def register() -> None:
