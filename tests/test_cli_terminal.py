@@ -98,6 +98,19 @@ def test_reports_fit_the_terminal(files: dict[str, Path], tmp_path: Path) -> Non
         assert status == 0 and len(tables) > 5 and max(map(len, tables)) <= 90, shown
 
 
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_help_fits_the_terminal(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "qao", name, "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    commands = [line for line in done.stdout.splitlines() if line.startswith("  qao ")]  # to be copied, so not wrapped
+    assert commands
+    assert max(len(line) for line in done.stdout.splitlines() if line not in commands) <= 80
+
+
 def test_the_version_needs_no_torch() -> None:
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-m", "qao", "--version"], capture_output=True, text=True)
@@ -109,7 +122,7 @@ def test_the_version_needs_no_torch() -> None:
 
 
 QUICK: dict[str, tuple[list[str], int, str]] = {
-    "help": (["--help"], 0, "Without a command, shows what this installation supports"),
+    "help": (["--help"], 0, "Without a command, shows"),
     **{f"help of {name}": ([name, "--help"], 0, f"usage: qao {name}") for name in sorted(NAMES)},
     "no such command": (["quant"], 2, "invalid choice: 'quant'"),
     "no scheme": (["quantize", "{llama}", "{tmp}/out"], 2, "required: --scheme"),

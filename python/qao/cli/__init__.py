@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -26,18 +28,26 @@ exit status:
   1    failed, or problems were found
   2    wrong usage
   130  stopped with Ctrl-C
-  143  ended by SIGTERM
-
-Output is written to a temporary directory and moved into place when it is complete. A command that stops early leaves
-nothing behind.
+  143  ended by SIGTERM (129: by SIGHUP)
 """
+
+
+class _Help(argparse.HelpFormatter):
+    """Help text that fits the terminal: paragraphs wrap, and indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for kept, block in itertools.groupby(text.splitlines(), lambda line: line[:1] in ("", " ")):
+            part = list(block)
+            lines += part if kept else textwrap.wrap(" ".join(part), width)
+        return "\n".join(indent + line for line in lines)
 
 
 class _Parser(argparse.ArgumentParser):
     """Argument parser with one-line errors, and the exit codes at the end of every help text."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _Help)
         options["epilog"] = "\n\n".join(filter(None, [options.get("epilog"), EXIT_CODES]))
         super().__init__(allow_abbrev=False, **options)
 

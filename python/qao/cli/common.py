@@ -49,7 +49,7 @@ def command(
     json: bool = True,
 ) -> argparse.ArgumentParser:
     """Create a subcommand with the options common to all commands."""
-    about = f"{summary}\n\n{description.strip()}" if description else summary
+    about = f"{summary[0].upper()}{summary[1:]}.\n\n{description.strip()}"
     epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()) if examples else None
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=about, epilog=epilog)
     parser.set_defaults(run=run, parser=parser, json=False)
@@ -116,7 +116,7 @@ def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("scheme")
     group.add_argument("--scheme", type=scheme_word, metavar="SCHEME", required=required, help=_SCHEME_HELP)
     group.add_argument(
-        "--group-size", type=int, metavar="G", help="int4 weights: 32, 64, 128, 256, or -1 (a whole row)"
+        "--group-size", type=int, metavar="G", help="int4 weights: 32, 64, 128 (default), 256, or -1 (a whole row)"
     )
     group.add_argument("--symmetric", action="store_true", help="int4 weights without zero points")
     group.add_argument(

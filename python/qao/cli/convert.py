@@ -13,9 +13,9 @@ from .quantize import add_output_options
 from .readers import check_reader, layout_for, readers_of
 
 _DESCRIPTION = """
-IN is a checkpoint of compressed-tensors, GPTQ, AWQ, Hugging Face fp8, fbgemm_fp8, torchao or qao in safetensors, or a
-.gguf file. The weights keep their values, except where the report says otherwise. OUT is a directory, written layer by
-layer.
+IN is a quantized model in safetensors (compressed-tensors, GPTQ, AutoRound, AWQ, fp8, ModelOpt, torchao, qao), or a
+.gguf file. The weights keep their values, except where the report says otherwise. The layers are read and written one
+after the other. OUT appears when it is complete; a command that stops early leaves nothing behind.
 """
 _EXAMPLES = """
 qao convert Qwen3-8B-GPTQ Qwen3-8B-w4a16
@@ -25,8 +25,8 @@ qao convert model-q4_0.gguf model-int4 --to qao
 
 def add(commands: Any) -> None:
     parser = command(commands, "convert", run, "change the layout of a quantized checkpoint", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("model", type=Path, metavar="IN")
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("model", type=Path, metavar="IN", help="a directory, a file, or owner/name on the hub")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     add_source_options(parser)
     add_output_options(parser)
 

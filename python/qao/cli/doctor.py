@@ -26,8 +26,8 @@ def add(commands: Any) -> None:
         run,
         "check every operator against its reference, and show which scheme is fastest here",
         "Shows versions, GPU, driver and instruction set, checks every operator on every device, and times a layer of\n"
-        "every scheme against F.linear in bfloat16, about two seconds per device. Include the output in bug reports.\n"
-        "The exit status is 1 if a check fails.",
+        "every scheme against F.linear in bfloat16, which takes about two seconds per device.\n"
+        "Include the output in bug reports. The exit status is 1 if a check fails.",
         "qao doctor\nqao doctor --json > doctor.json",
     )
     parser.add_argument("--facts", action="store_true", help="show the installation only, like qao without a command")

@@ -11,12 +11,15 @@ from .common import Failure, Output, add_scheme_options, command, counted, progr
 from .model import add_model_options, load_model, load_tokenizer
 
 _DESCRIPTION = """
-Computes perplexity and bits per byte over windows of a text; each window is predicted without the ones before it. Two
-models are compared window by window, so the standard error of the difference is far smaller than that of either model:
-  --against MODEL2   compare MODEL with MODEL2
-  --scheme ...       quantize a float MODEL while it is loaded, and compare it with the float model (or MODEL2)
+Computes perplexity and bits per byte over windows of a text; each window is predicted without the ones before it.
+
+--against compares two models. --scheme quantizes a float MODEL while it is loaded, and compares it with the float model
+or with --against. The comparison goes window by window, so the standard error of the difference is far smaller than
+that of either model.
+
 With --layers, each layer of a float MODEL is quantized alone. The table lists the layers that change the predictions
 most: the Kullback-Leibler divergence from the float model, with its standard error over windows.
+
 Without --text, the text is Python's own help (pydoc), which depends on the version of Python: use it to compare models
 on one machine, not with published numbers.
 """
@@ -32,14 +35,14 @@ def add(commands: Any) -> None:
     parser = command(commands, "eval", run, "measure perplexity, or compare two models", _DESCRIPTION, _EXAMPLES)
     add_model_options(parser)
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text in UTF-8")
-    parser.add_argument("--windows", type=int, default=20, metavar="N", help="at most N windows (20)")
-    parser.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of a window (512)")
-    parser.add_argument("--against", metavar="MODEL2", help="a model with the same tokenizer")
+    parser.add_argument("--windows", type=int, default=20, metavar="N", help="at most N windows (default: 20)")
+    parser.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of a window (default: 512)")
+    parser.add_argument("--against", metavar="MODEL2", help="another model, with the same tokenizer")
     add_scheme_options(parser, required=False)
     group = parser.add_argument_group("layers")
     group.add_argument("--layers", action="store_true", help="quantize one layer at a time and rank them")
     group.add_argument(
-        "--worst", type=int, default=20, metavar="N", help="rows in the table (20); --json has all layers"
+        "--worst", type=int, default=20, metavar="N", help="rows in the table (default: 20); --json has all layers"
     )
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="plot all layers to a .png, .svg or .pdf file; needs matplotlib"

@@ -26,14 +26,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer, at most (512)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="per answer (default: 512)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0: always the most likely token (default: as in the model's generation_config.json)",
+    )
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens; 0: all")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
-    parser.add_argument("--seed", type=int, default=0, help="seed for sampling (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for sampling (default: 0)")
 
 
 def load_model(args: argparse.Namespace, path: str, scheme: Any = None, **options: Any) -> Any:

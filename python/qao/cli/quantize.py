@@ -34,7 +34,7 @@ nn.Linear, or heads tied to an embedding (--embeddings quantizes both).
 OUT is a directory in the layout of compressed-tensors, which vLLM and transformers load with or without qao. If that
 cannot hold the result, the layout is qao's own, which they load where qao is installed. An example is int4 with its
 default float zero points: --for vllm rounds them to integers, at some loss. Tokenizer, chat template, code, adapters
-and other files are copied.
+and other files are copied. OUT appears when it is complete; a command that stops early leaves nothing behind.
 
 In a .gguf file, layers in Q4_0 and Q4_1 keep their values, as in qao.from_pretrained, and the other layers get the
 scheme; --requantize quantizes all of them, at a further loss.
@@ -55,8 +55,8 @@ FORMATS = ("compressed-tensors", "qao")
 
 def add(commands: Any) -> None:
     parser = command(commands, "quantize", run, "quantize a float model, file to file", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("model", type=Path, metavar="MODEL")
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a directory, a file, or owner/name on the hub")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     add_source_options(parser)
     add_scheme_options(parser, required=True)
     parser.add_argument(
@@ -78,8 +78,8 @@ def add(commands: Any) -> None:
     group.add_argument(
         "--method", choices=METHODS, default="gptq", help="gptq (default), or smoothquant followed by gptq"
     )
-    group.add_argument("--samples", type=int, default=128, metavar="N", help="at most N pieces of the text (128)")
-    group.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of a piece (512)")
+    group.add_argument("--samples", type=int, default=128, metavar="N", help="at most N pieces of text (default: 128)")
+    group.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of a piece (default: 512)")
     parser.add_argument("--device", help="device that quantizes: cpu (default), cuda or cuda:1")
     add_output_options(parser)
 
@@ -94,7 +94,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a directory that holds a model")
     parser.add_argument(
-        "--shard-size", type=float, default=5.0, metavar="GB", help="maximum size of an output file (5)"
+        "--shard-size", type=float, default=5.0, metavar="GB", help="maximum size of an output file (default: 5)"
     )
 
 
