@@ -474,6 +474,10 @@ def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     times = json.loads(capsys.readouterr().out)["times"]
     assert [(one["m"], one["name"]) for one in times] == [(m, name) for m in (1, 3) for name in ("F.linear", "int4")]
     assert all(one["seconds"] > 0 and (one["n"], one["k"]) == (64, 96) for one in times)
+    assert main(["bench", "--layer", "64x96", "--tokens", "1,3", "--scheme", "int4"]) == 0
+    _, header, _, linear, int4 = capsys.readouterr().out.splitlines()
+    assert header.split() == ["layer", "scheme", "M=1", "M=3"] and linear.split()[1] == "F.linear"
+    assert int4.split()[:2] == ["64x96", "int4"] and int4.count("x)") == 2
     assert main(["bench"]) == 2 and main(["bench", "--layer", "64"]) == 2
 
 
@@ -549,7 +553,7 @@ def test_for_readers_without_qao(llama: Path, tmp_path: Path, capsys: pytest.Cap
     assert main([*base[:2], str(tmp_path / "own"), *base[3:]]) == 0
     captured = capsys.readouterr()
     assert "qao: warning: written in qao's own layout" in captured.err and "--for vllm" in captured.err
-    assert "which qao loads, and vLLM and transformers where qao is installed" in captured.out
+    assert "qao's layout, which vLLM and transformers load if qao is installed" in captured.out
     assert main(["convert", str(tmp_path / "own"), str(tmp_path / "again")]) == 0
     assert "are not integers" in capsys.readouterr().err
     assert qao.checkpoints.open_checkpoint(tmp_path / "again").format == "qao"
@@ -607,6 +611,7 @@ def test_tables_fit_the_width() -> None:
         assert text.count("q_proj") == 2 and set(lines[1]) == {"-"}
         assert "".join(text.split()).count("others") == 2
     assert table(("a", "b"), [("x", "y")], 80) == ["a  b", "----", "x  y"]
+    assert table(("a", "b", "c"), [("x", "-", "z"), ("-", "", "-")], 80) == ["a  c", "----", "x  z", "-  -"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])

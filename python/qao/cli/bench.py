@@ -81,19 +81,25 @@ def run(args: argparse.Namespace) -> int:
         else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     )
     output.say(f"{name}; median µs per call (speedup over F.linear in bfloat16)")
-    rows, cells = [], []
+    rows: list[dict[str, Any]] = []
+    cells: list[tuple[str, ...]] = []
     for n, k in sizes:
         layers = copies_of_layers(n, k, words, device)
+        columns = []
         for m in args.tokens:
             times = seconds_of_calls(layers, torch.randn(m, k, device=device).bfloat16())
             rows += [{"n": n, "k": k, "m": m, "name": name, "seconds": seconds} for name, seconds in times.items()]
-            base = times["F.linear"]
-            fast = [f"{1e6 * times[word]:.1f} ({base / times[word]:.2f}x)" for word in words]
-            cells.append((f"{n}x{k}", str(m), f"{1e6 * base:.1f}", *fast))
-    for line in table(("layer", "M", "F.linear", *words), cells):
+            columns.append([_cell(word, times) for word in times])
+        cells += [(f"{n}x{k}", *row) for row in zip(layers, *columns, strict=True)]
+    for line in table(("layer", "scheme", *(f"M={m}" for m in args.tokens)), cells):
         output.say(line)
     output.result({"device": name, "times": rows})
     return 0
+
+
+def _cell(word: str, times: dict[str, float]) -> str:
+    speedup = "" if word == "F.linear" else f" ({times['F.linear'] / times[word]:.2f}x)"
+    return f"{1e6 * times[word]:.1f}{speedup}"
 
 
 def _sizes_of(path: Path) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from ..checkpoints import open_checkpoint
 from ..schemes import Scheme
 from .common import Failure, Output, counted, memory, read_text, size
 from .model import load_model, load_tokenizer
-from .readers import readers_of
+from .readers import layout_text
 from .staging import staged
 from .transfer import copy_others
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
     figures = {"seconds": seconds, "samples": len(data), "tokens": len(data) * args.window, "memory": memory()["peak"]}
     output.say(
         f"{report}\n{args.method} on {counted(len(data), 'text')} of {args.window} tokens in {seconds:.1f} s, "
-        f"peak memory {size(figures['memory'])}\n{args.out}: {format}, {readers_of(format)}"
+        f"peak memory {size(figures['memory'])}\n{args.out}: {layout_text(format)}"
     )
     output.result({"out": str(args.out), "format": format, "method": args.method, **figures, **report.to_dict()})
     return 0

@@ -112,10 +112,11 @@ class Contents:
             lines += ["", *_float_table(self.floats)]
         share = self.quantized_parameters / max(self.parameters, 1)
         bits = 8 * self.bytes / max(self.parameters, 1)
+        layers = f"{counted(len(self.layers), 'quantized layer')} with {share:.1%} of"
         lines += [
             "",
-            f"{self.format}: {counted(len(self.layers), 'quantized layer')} with {share:.1%} of "
-            f"{self.parameters:,} parameters; {size(self.bytes)} in all, {bits:.2f} bits per parameter",
+            f"{self.format}: {layers if self.layers else 'no quantized layers,'} {self.parameters:,} parameters",
+            f"{size(self.bytes)} in all, {bits:.2f} bits per parameter",
         ]
         held = sum(layer.bytes_in_memory for layer in self.layers)
         if self.format == "gguf":

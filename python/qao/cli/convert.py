@@ -10,7 +10,7 @@ from typing import Any
 
 from .common import Failure, Output, add_source_options, command, counted, local_path
 from .quantize import add_output_options
-from .readers import check_reader, layout_for, readers_of
+from .readers import check_reader, layout_for, layout_text
 
 _DESCRIPTION = """
 IN is a quantized model in safetensors (compressed-tensors, GPTQ, AutoRound, AWQ, fp8, ModelOpt, torchao, qao), or a
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     notes = sorted({layer.note for layer in source.layers.values() if layer.note} | set(source.notes))
     for note in notes:
         output.say(f"note: {note}")
-    output.say(f"{counted(len(layers), 'layer')}, {source.format} to {format}, {readers_of(format)}\n{figures}")
+    output.say(f"{counted(len(layers), 'layer')}, from {source.format} to {layout_text(format)}\n{figures}")
     result = {"out": str(args.out), "from": source.format, "format": format, "layers": len(layers), "notes": notes}
     output.result({**result, **figures.to_dict()})
     return 0

@@ -27,12 +27,13 @@ def run(args: argparse.Namespace, output: Output, scheme: Any, tokens: list[int]
     costs = by_layer(model, tokens, scheme, window=args.window, progress=not args.quiet)
     ranked = sorted(costs, key=lambda cost: -cost.divergence)
     total = sum(cost.divergence for cost in costs)
-    header = ("layer", "shape", "scheme", "divergence, nats", "of all", "loss, nats", "error")
+    header = ("layer", "shape", "divergence, nats", "of all", "loss, nats", "error", "scheme")
+    several = len({cost.scheme for cost in costs}) > 1
     output.say(
         f"{args.model}: perplexity {whole.perplexity:.4f}, {whole.bits_per_byte:.4f} bits per byte in float; one "
         f"layer at a time under {scheme}, {counted(len(whole.window_tokens), 'window')}"
     )
-    output.say("\n".join(table(header, [_cells(cost, total) for cost in ranked[: args.worst]])))
+    output.say("\n".join(table(header, [_cells(cost, total, several) for cost in ranked[: args.worst]])))
     if len(ranked) > args.worst:
         rest = sum(cost.divergence for cost in ranked[args.worst :])
         output.say(
@@ -47,15 +48,15 @@ def run(args: argparse.Namespace, output: Output, scheme: Any, tokens: list[int]
     return 0
 
 
-def _cells(cost: LayerCost, total: float) -> tuple[str, ...]:
+def _cells(cost: LayerCost, total: float, several: bool) -> tuple[str, ...]:
     return (
         cost.name,
         "x".join(map(str, cost.shape)),
-        cost.scheme,
         f"{cost.divergence:.5f} ± {cost.divergence_error:.5f}",
         f"{cost.divergence / total if total else 0:.1%}",
         f"{cost.nats_per_token:+.5f} ± {cost.standard_error:.5f}",
         "-" if cost.relative_error is None else f"{cost.relative_error:.4f}",
+        cost.scheme if several else "-",  # one for all is above the table
     )
 
 

@@ -20,7 +20,7 @@ from .common import (
     local_path,
     scheme_of,
 )
-from .readers import READERS, check_reader, readers_of, scheme_for
+from .readers import READERS, check_reader, layout_text, scheme_for
 
 if TYPE_CHECKING:
     from ..checkpoints.base import Checkpoint
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     aliases = plan.aliases if format == "qao" else {}
     steps = plan.steps(source, format)
     figures = transfer(args, partial(open_to_quantize, args.model), steps, config, plan.layers, aliases, plan.problems)
-    output.say(f"{plan.report}\n{figures}\n{args.out}: {format}, {readers_of(format)}")
+    output.say(f"{plan.report}\n{figures}\n{args.out}: {layout_text(format)}")
     output.result({"out": str(args.out), "format": format, **figures.to_dict(), **plan.report.to_dict()})
     return 0
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 READERS = ("vllm", "transformers", "qao")
 
 
-def readers_of(format: str) -> str:
-    """The readers of a format, for people."""
+def layout_text(format: str) -> str:
+    """A format and its readers, for people."""
     if format == "compressed-tensors":
-        return "which vLLM, transformers and qao load"
-    return "which qao loads, and vLLM and transformers where qao is installed"
+        return "the layout of compressed-tensors, which vLLM, transformers and qao load"
+    return "qao's layout, which vLLM and transformers load if qao is installed"
 
 
 def scheme_for(args: argparse.Namespace, scheme: Scheme) -> Scheme:

@@ -89,14 +89,12 @@ class Report:
         last = "kernel" if any(row.kernel for row in self.rows) else "note"
         header = ("layer", "shape", "scheme", "MiB before", "after", *errors, last)
         cells = [_cells(rows, calibrated) for rows in self._groups()]
-        if all(one[-1] == "-" for one in cells):  # a command without kernels and exclusions
-            header, cells = header[:-1], [one[:-1] for one in cells]
         lines = table(header, cells)
         quantized = len(list(self._quantized()))
         layers = sum(row.status not in ("untouched", "kept") for row in self.rows)
         lines.append(
-            f"{quantized} of {counted(layers, 'layer')} quantized: {_mebibytes(self.bytes_before)} -> "
-            f"{_mebibytes(self.bytes_after)} MiB, {self.coverage:.1%} of {self.parameters:,} parameters"
+            f"{quantized} of {counted(layers, 'layer')} quantized: {self.bytes_before / 2**20:.2f} -> "
+            f"{self.bytes_after / 2**20:.2f} MiB, {self.coverage:.1%} of {self.parameters:,} parameters"
         )
         if calibrated:
             lines.append("output errors on the data: with the weight rounded to nearest, and as quantized")
@@ -121,14 +119,16 @@ class Report:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Lines of a table. The last column is not padded, so a long reason stays on one line and widens nothing.
 
+    Columns without a value in any row are left out.
     ``width``: maximum columns; None: those of the terminal if stdout is one, otherwise unlimited. If the table is
     wider, the last column wraps and names in the first column lose their beginning, then other columns wrap; if that
     is not enough, each row becomes a name and a paragraph below it.
     """
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-    everything = [[str(cell) for cell in cells] for cells in (header, *rows)]
-    widths = [max(len(cells[i]) for cells in everything) for i in range(len(header))]
+    used = [i for i in range(len(header)) if i == 0 or not rows or any(cells[i] not in ("", "-") for cells in rows)]
+    everything = [[str(cells[i]) for i in used] for cells in (header, *rows)]
+    widths = [max(len(cells[i]) for cells in everything) for i in range(len(used))]
     if width is not None:
         widths = _narrowed(everything, widths, width)
         if not widths:
@@ -197,7 +197,7 @@ def _cells(rows: list[Row], calibrated: bool) -> tuple[str, ...]:
         name,
         "x".join(str(size) for size in first.shape),
         first.scheme or "-",
-        _mebibytes(sum(row.bytes_before for row in rows)),
+        _mebibytes(sum(row.bytes_before for row in rows)),  # "-": counted with the layer that shares it
         _mebibytes(sum(row.bytes_after for row in rows)) if done else "-",
         *map(_range, errors),
         remark,
@@ -221,4 +221,4 @@ def common_name(names: list[str]) -> str:
 
 
 def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.2f}"
+    return f"{count / 2**20:.2f}" if count else "-"
