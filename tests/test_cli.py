@@ -248,12 +248,18 @@ def test_inspect(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "status", "message"),
     [
         (["{llama}", "{out}", "--scheme", "int5"], 2, "invalid choice: 'int5'"),
-        (["{llama}", "{out}", "--scheme", "int8", "--group-size", "32"], 2, "int8 has no group_size; it has clip"),
+        (
+            ["{llama}", "{out}", "--scheme", "int8", "--group-size", "32"],
+            2,
+            "int8 has no --group-size; it has --set clip_search=VALUE",
+        ),
         (["{llama}", "{out}", "--scheme", "int4", "--group-size", "33"], 2, "group_size must be 32, 64, 128, 256"),
         (["{llama}", "{out}", "--scheme", "int4", "--set", "clip_search"], 2, "must be FIELD=VALUE"),
         (["{llama}", "{out}", "--scheme", "int4", "--device", "gpu"], 2, "no such device"),
         (["{llama}", "{out}", "--scheme", "int4", "--shard-size", "-1"], 2, "must be positive"),
         (["{llama}", "{out}", "--scheme", "int4", "--exclude", "head"], 1, "no module of the model matches 'head'"),
+        (["{llama}", "{out}", "--scheme", "int4", "--exclude", "lm_haed"], 1, "'lm_haed'; did you mean 'lm_head'?"),
+        (["{llama}", "{out}", "--scheme", "int4", "--exclude", "k_proj"], 1, r"or 're:.*\.k_proj' for every k_proj"),
         (["{llama}", "{out}", "--scheme", "int4", "--exclude", "re:.*"], 1, "no layers to quantize"),
         (["{llama}", "{out}", "--scheme", "int4", "--to", "compressed-tensors"], 1, "cannot hold this"),
         (["{out}", "{out}2", "--scheme", "int4"], 1, "no such file or directory"),
@@ -271,6 +277,32 @@ def test_errors_are_one_line_and_leave_nothing(
     assert main(["quantize", *(text.format(**names) for text in arguments)]) == status
     assert message in stderr_line(capsys)
     assert [file.name for file in tmp_path.iterdir()] == ["dear.txt"] and sorted(llama.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "eval"])
+def test_a_config_that_is_missing_or_damaged(
+    command: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, prompt = tmp_path / "model", ["Hello"] if command == "generate" else []
+    shutil.copytree(llama, model)
+    (model / "config.json").write_text("{")
+    assert main([command, str(model), *prompt]) == 1
+    assert "config.json: cannot be read as JSON" in stderr_line(capsys)
+    (model / "config.json").unlink()
+    assert main([command, str(model), *prompt]) == 1
+    assert "has no config.json" in stderr_line(capsys)
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, message in (("notes.txt", "is not a checkpoint"), ("model.bin", "is a pickle, which can execute")):
+        (tmp_path / name).write_text("x")
+        assert main(["inspect", str(tmp_path / name)]) == 1
+        assert f"{name} {message}" in stderr_line(capsys)
+
+
+def test_a_float_model_has_no_errors_to_compare(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(llama), "--against", str(llama)]) == 1
+    assert "no quantized layers to compare" in stderr_line(capsys)
 
 
 def test_a_config_of_another_model(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

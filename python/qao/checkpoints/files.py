@@ -17,6 +17,7 @@ from .shard_writer import DTYPES, INDEX, WHOLE
 __all__ = ["HeldTensors", "SafetensorsCheckpoint", "TensorFiles", "read_json"]
 
 _DTYPES = {code: dtype for dtype, code in DTYPES.items()}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNMENT = 64  # bytes, torch's allocation alignment
 _LARGEST_JSON = 256 << 20  # bytes; an index of a million tensors has 100 MB
@@ -208,7 +209,7 @@ def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
     if indices or files:
         found = ", ".join(file.name for file in [*indices, *files][:8])
         raise CheckpointError(f"{directory}: several files could be loaded ({found}); pass the path of one")
-    pickles = [file.name for file in held if file.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+    pickles = [file.name for file in held if file.suffix in PICKLES]
     if pickles:
         raise CheckpointError(
             f"{directory}: {pickles[0]} is a pickle, which can execute arbitrary code; qao never opens one. Convert it "

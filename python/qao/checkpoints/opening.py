@@ -11,7 +11,7 @@ import torch
 from . import autoround, awq, fp8, gptq, modelopt, native, torchao
 from .base import Checkpoint, CheckpointError
 from .compressed_tensors import read
-from .files import SafetensorsCheckpoint, TensorFiles, is_index, read_json
+from .files import PICKLES, SafetensorsCheckpoint, TensorFiles, is_index, read_json
 from .gguf.read import GgufCheckpoint
 from .mxfp4 import Mxfp4Checkpoint
 from .settings import Settings
@@ -71,9 +71,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         checkpoint: Checkpoint = GgufCheckpoint(path)
         return checkpoint
     if path.is_file() and path.suffix != ".safetensors" and not is_index(path):
-        raise CheckpointError(
-            f"{path}: only .safetensors, their index, and .gguf are supported; pickles can execute arbitrary code"
-        )
+        why = "is a pickle, which can execute arbitrary code" if path.suffix in PICKLES else "is not a checkpoint"
+        raise CheckpointError(f"{path} {why}; qao reads .safetensors, their .index.json, .gguf, and their directories")
     files = TensorFiles(path)
     config, settings = _config(files)
     if native.is_native(files.names):

@@ -149,12 +149,18 @@ def scheme_of(args: argparse.Namespace) -> Scheme:
         content[name] = _value(value)
     known = [field.name for field in fields(schemes.SCHEMES[args.scheme])]  # type: ignore[arg-type]
     if unknown := sorted(content.keys() - {"scheme", *known}):
-        args.parser.error(f"{args.scheme} has no {', '.join(unknown)}; it has {', '.join(known)}")
+        args.parser.error(f"{args.scheme} has no {_options(unknown)}; it has {_options(known)}")
     try:
         return schemes.scheme_from_dict(content)
     except (ValueError, TypeError) as error:
         args.parser.error(one_line(error))
         raise  # unreachable: error() exits
+
+
+def _options(fields: list[str]) -> str:
+    """Fields of a scheme as options of the command line."""
+    own = {"group_size", "budget_bits", "symmetric", "granularity"}
+    return ", ".join(f"--{name.replace('_', '-')}" if name in own else f"--set {name}=VALUE" for name in fields)
 
 
 _SCHEME_HELP = f"weights, or activations_weights: {', '.join(SCHEMES)}"

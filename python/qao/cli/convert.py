@@ -47,7 +47,7 @@ def _unsupported_reason(source: Any) -> str | None:
         if source.format == "qao":  # only the values show it: they may come from GPTQ
             zeros = layer.read().zeros
             if zeros is not None and not zeros.equal(zeros.round()):
-                return f"zero points of {layer.name} are not integers; quantize the float model with --for vllm"
+                return f"zero points of {layer.name} are not integers (qao quantize --for vllm rounds them)"
     return None
 
 

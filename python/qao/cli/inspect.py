@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import Output, add_source_options, command, local_path
+from .common import Failure, Output, add_source_options, command, local_path
 
 _DESCRIPTION = """
 Lists layers, schemes, bytes and bits per weight, parts in float, and irregularities: layers that differ from their
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(local_path(args.model, args.revision))
     against = None
     if args.against:
+        if not checkpoint.layers:
+            raise Failure(f"--against: {args.model} has no quantized layers to compare with {args.against}")
         against = FloatModel(open_checkpoint(local_path(args.against)), args.trust_remote_code)
     contents = Contents.of(checkpoint)
     problems = list(check(checkpoint, contents, against)) if args.check or against is not None else []

@@ -86,6 +86,7 @@ def _about(model: Any, device: torch.device) -> str:
 
 def load_tokenizer(args: argparse.Namespace, path: str) -> Any:
     file = local_path(path, args.revision)
+    _check_config(path, file)
     transformers = _transformers()
     options: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
     try:
@@ -94,6 +95,21 @@ def load_tokenizer(args: argparse.Namespace, path: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(str(file if file.is_dir() else file.parent), **options)
     except Exception as error:  # transformers raises many types if there is no readable tokenizer
         raise Failure(f"{path}: transformers cannot read its tokenizer: {one_line(error)}") from error
+
+
+def _check_config(path: str, file: Path) -> None:
+    """Raise Failure if there is no config.json, or CheckpointError if it cannot be read.
+
+    Without it, transformers asks for packages that have nothing to do with the problem.
+    """
+    from ..checkpoints.files import read_json
+
+    folder = file if file.is_dir() else file.parent
+    if file.suffix == ".gguf" or (folder / "adapter_config.json").exists():
+        return
+    if not (folder / "config.json").exists():
+        raise Failure(f"{path} has no config.json, which names the model's architecture; use a Hugging Face directory")
+    read_json(folder / "config.json")
 
 
 def _transformers() -> Any:
@@ -164,8 +180,10 @@ class Answer:
         return (self.tokens - 1) / (self._last - self._first) if self.tokens > 1 else 0.0
 
     def __str__(self) -> str:
-        rate = f"{self.tokens_per_second:.1f} tokens/s" if self.tokens > 1 else "no rate"
-        return f"{counted(self.tokens, 'token')}, first after {self._first - self._begun:.2f} s, then {rate}"
+        if self.tokens <= 1:
+            return f"{counted(self.tokens, 'token')} after {self._first - self._begun:.2f} s"
+        rate = f"{self.tokens_per_second:.1f} tokens/s"
+        return f"{self.tokens} tokens, first after {self._first - self._begun:.2f} s, then {rate}"
 
 
 def generate(args: argparse.Namespace, model: Any, ids: Any, answer: Answer) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,13 +50,22 @@ def selector(
         return Selection(lambda name, module: function(module, name), {})
     for key in scheme:
         if not any(matches(key, name) for name in found.modules):
-            raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
+            raise ValueError(f"quantize_: no module of the model matches {key!r}{_near(key, found.modules)}")
     # A key that also matches other layers does not select these layers; a key for only these does.
     others = [layer.row for layer in found.linears if not (layer.excluded or layer.already_quantized)] if kept else []
     names = [name for row in others for name in (row.name, *row.aliases)]
     for_all = {key for key in scheme if any(matches(key, name) for name in names)}
     kept = {name: why for name, why in kept.items() if _first_key(scheme, name) in for_all}
     return Selection(partial(_first_match, scheme), kept)
+
+
+def _near(key: str, names: Iterable[str]) -> str:
+    """What a key that matches no name may have meant, for the end of an error message."""
+    parts = [name for name in names if f".{name}.".endswith(f".{key}.")]
+    if parts:
+        return rf"; names are whole: {parts[0]!r}, or 're:.*\.{key}' for every {key}"
+    close = difflib.get_close_matches(key, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else ". See model.named_modules()."
 
 
 def _first_match(schemes: Mapping[str, Scheme | None], name: str, module: nn.Module) -> Scheme | None:
