@@ -475,9 +475,10 @@ def test_generate_and_chat(
 
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/reset\nHello\n\n/exit\nHello\n"))
     assert main(["chat", str(out), "--max-new-tokens", "12", "--temperature", "0"]) == 0
-    text = capsys.readouterr().out
-    first, second, rest = (answer.partition(", first after")[0] for answer in text.split("tokens/s]\n\n"))
-    assert first == second and first.endswith("[12 tokens") and rest == ""  # /reset forgets, /exit ends
+    captured = capsys.readouterr()
+    half = len(captured.out) // 2
+    assert half > 0 and captured.out[:half] == captured.out[half:]  # /reset forgets, /exit ends
+    assert captured.err.count("[12 tokens, first after") == 2 and "new conversation" in captured.err
     assert main(["generate", str(out), "x", "--max-new-tokens", "0"]) == 2
 
 

@@ -21,8 +21,8 @@ from .model import (
 )
 
 _DESCRIPTION = """
-Streams each answer and shows its tokens per second. Ctrl-C stops an answer; at the prompt it ends the program. /help
-lists the commands that can be typed instead of a message.
+Streams each answer, and prints its speed to stderr. Ctrl-C stops an answer; at the prompt it ends the program. /help
+lists the commands that can be typed instead of a message. Without a terminal, each line of stdin is a message.
 """
 _EXAMPLES = """
 qao chat Qwen3-8B-int4
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
 _HELP = """\
 /help          show this list
 /reset         start a new conversation (also /clear)
-/system TEXT   start a new conversation with the system message TEXT; without TEXT, with none
+/system TEXT   start a new conversation with this system message, or with none
 /exit          end the program (also /quit and Ctrl-D)
 Ctrl-C         stop the answer; at the prompt, end the program"""
 
@@ -57,21 +57,21 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # a Python without readline has no line editing
             import readline  # noqa: F401  # input() uses it from here on
-        output.say("/help lists the commands, /exit ends the program")
+        _tell("/help lists the commands, /exit ends the program")
     messages = list(start)
     while (line := _read()) is not None:
         word, _, rest = line.partition(" ")
         if word in ("/exit", "/quit", "/bye"):
             break
         if word in ("/reset", "/clear"):
-            messages = list(start)
+            messages = _restart(start)
         elif word == "/system":
             start = _start(rest.strip())
-            messages = list(start)
+            messages = _restart(start)
         elif word in ("/help", "/?"):
-            output.say(_HELP)
+            _tell(_HELP)
         elif _is_command(word):
-            output.say(f"{word} is not a command; /help lists the commands")
+            _tell(f"{word} is not a command; /help lists the commands")
         elif line:
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": _answer(args, output, model, tokenizer, messages)})
@@ -80,6 +80,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
+
+
+def _tell(text: str) -> None:
+    """Print a remark to stderr; stdout has only answers."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _restart(start: list[dict[str, str]]) -> list[dict[str, str]]:
+    _tell(f"new conversation, {'with a' if start else 'without a'} system message")
+    return list(start)
 
 
 def _is_command(word: str) -> bool:
@@ -96,7 +106,9 @@ def _answer(
             generate(args, model, chat_ids(tokenizer, messages, args.model), answer)
     except KeyboardInterrupt:
         output.write(" …")
-    output.say(f"\n[{answer}]\n")
+    output.say()
+    if not args.quiet:
+        _tell(f"[{answer}]\n")
     return answer.text
 
 
@@ -105,4 +117,6 @@ def _read() -> str | None:
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
+        if sys.stdin.isatty():
+            _tell("")  # the shell's prompt starts on its own line
         return None
