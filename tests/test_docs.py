@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import os
 import re
@@ -20,6 +21,7 @@ import torch
 from docs_page import SHELLS, Block, blocks, commands, environment_for, missing_packages
 from ops_schemes import INT4, Int4Format
 from qao import _moved, cli
+from qao.schemes import SCHEMES
 
 from bench.__main__ import make_parser
 
@@ -185,6 +187,24 @@ def test_the_walk_of_a_call_is_the_one_that_plan_takes() -> None:
         problem = host.Problem(m=int(m), n=4096, k=4096, x=x or "float", weight=weight, **facts)
         assert host.plan(problem, gpu)["kernel"] == body, (word, m)
         assert len(before | set(re.findall(r"\]\((\S+)\)", " ".join(places)))) == int(count), (word, m)
+
+
+# ---- docs/quantize.md ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_value_of_an_argument_is_its_default() -> None:
+    lines = (ROOT / "docs" / "quantize.md").read_text().split("## Schemes")[1].split("###")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    listed = {row[0].strip("`"): row[-2].split(", or ")[0].split(", ")[0].split(" or ")[0].strip("`") for row in rows}
+    found: set[str] = set()
+    for kind in SCHEMES.values():
+        for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+            found.add(field.name)
+            if field.name == "group_size":
+                assert field.default == 128
+            else:
+                assert ast.literal_eval(listed[field.name]) == field.default, (kind, field.name)
+    assert found == listed.keys() - {kind.__name__ for kind in SCHEMES.values()}
 
 
 # ---- docs/api.md -----------------------------------------------------------------------------------------------------
