@@ -86,7 +86,8 @@ class Report:
     def __str__(self) -> str:
         calibrated = any(row.output_error is not None for row in self.rows)
         errors = ("output error, nearest", "calibrated") if calibrated else ("error",)
-        last = "kernel" if any(row.kernel for row in self.rows) else "note"
+        kernels, notes = (any(getattr(row, name) for row in self.rows) for name in ("kernel", "note"))
+        last = "kernel, note" if kernels and notes else "kernel" if kernels else "note"
         header = ("layer", "shape", "scheme", "MiB before", "after", *errors, last)
         cells = [_cells(rows, calibrated) for rows in self._groups()]
         lines = table(header, cells)
@@ -100,7 +101,7 @@ class Report:
             lines.append("output errors on the data: with the weight rounded to nearest, and as quantized")
         if count := len(self.problems):
             asked = "1 requested weight is" if count == 1 else f"{count} requested weights are"
-            lines.append(f"{asked} not quantized: see the rows with a reason")
+            lines.append(f"{asked} not quantized: {'its note says' if count == 1 else 'their notes say'} why")
         return "\n".join(lines)
 
     def _quantized(self) -> Iterator[Row]:
