@@ -14,6 +14,7 @@ import qao
 import torch
 from ops_support import randn
 from qao.diagnostics import doctor, operator_checks
+from qao.diagnostics.compile_report import Compilation
 from torch import Tensor, nn
 
 
@@ -169,6 +170,14 @@ def test_a_compilation_that_fails_is_a_result(device: str) -> None:
     explanation = qao.explain(make(device), x_of(3, device), compile={"backend": backend})
     assert explanation.compilation is not None and "out of luck" in (explanation.compilation.error or "")
     assert "torch.compile failed" in explanation.advice[0]
+
+
+def test_a_long_error_is_shortened() -> None:
+    """Inductor's C++ errors have thousands of lines, which would hide the table and the advice."""
+    error = "\n".join(["C++ compile error", "g++ " + "-I folder " * 100, *(f"warning {i}" for i in range(2000))])
+    lines = list(Compilation(error=error).describe())
+    assert lines[1] == "failed: C++ compile error" and lines[-1].startswith("… and 1992 more lines")
+    assert len(lines) == 12 and max(map(len, lines)) < 410
 
 
 @torch.inference_mode()

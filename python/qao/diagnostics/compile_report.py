@@ -12,6 +12,8 @@ from torch import nn
 
 from .._words import counted
 
+_LINES, _COLUMNS = 10, 400  # shown of an error
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
@@ -33,7 +35,7 @@ class Compilation:
         yield from (f"graph break: {text}" for text in self.breaks)
         yield from (f"recompiled: {_first_line(text)}" for text in self.recompiles)
         if self.error is not None:
-            yield f"failed: {self.error}"
+            yield from _shortened(f"failed: {self.error}")
 
     def advice(self) -> Iterator[str]:
         """Recommendations, most important first."""
@@ -122,6 +124,15 @@ def _by_cause(recompiles: list[str]) -> tuple[list[str], list[str], list[str]]:
     sizes = [text for text in recompiles if re.search(r"(size|stride) mismatch|\.(size|stride)\(\)", text)]
     modes = [text for text in recompiles if "dispatch key set mismatch" in text]
     return sizes, modes, [text for text in recompiles if text not in sizes and text not in modes]
+
+
+def _shortened(text: str) -> Iterator[str]:
+    """The first lines of an error. A C++ compiler's holds thousands, most of them warnings."""
+    lines = text.splitlines()
+    for line in lines[:_LINES]:
+        yield line if len(line) <= _COLUMNS else f"{line[:_COLUMNS]} …"
+    if len(lines) > _LINES:
+        yield f"… and {len(lines) - _LINES} more lines: explanation.compilation.error"
 
 
 def _first_line(text: str) -> str:
