@@ -43,7 +43,9 @@ def main() -> None:
             ([name, *part.HEADER], [[row, *cells] for row, cells in part.run(path, device).items()], part.NOTE)
         )
     if not tables:
-        sys.exit("\nNothing to show. Install one of the two, or see large layers: python examples/demo.py --layers")
+        print("\nInstead, large layers with random weights:")
+        decoder.run(device)
+        return
     for header, rows, note in tables:
         print_table(header, rows)
         print(note)
