@@ -129,7 +129,7 @@ class Experts:
         calls: dict[str, Call] = {}
 
         def add(name: str, word: str, call: Callable[..., Tensor]) -> None:
-            calls[name] = _by_turns(call, self.operands[word][0], turns)
+            calls[name] = _interleaved(call, self.operands[word][0], turns)
 
         for word in self.schemes:
             rest = self.operands[word][1]
@@ -198,7 +198,7 @@ class Experts:
         if self.device == "cuda":
             for name, tiles, call in vllm_experts.contenders(x, self.model.n, self.model.experts, turns):
                 if OTHERS[name] in self.operands:
-                    calls[name] = _by_turns(call, self.operands[OTHERS[name]][0], tiles)
+                    calls[name] = _interleaved(call, self.operands[OTHERS[name]][0], tiles)
         return calls
 
     def _loop(self, x: Tensor, index: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -232,7 +232,7 @@ class Experts:
                 del calls[name]
 
 
-def _by_turns(
+def _interleaved(
     call: Callable[..., Tensor], weights: Sequence[tuple[Tensor, ...]], turns: Sequence[tuple[Tensor, ...]]
 ) -> Call:
     """A call that rotates over weights and routings."""

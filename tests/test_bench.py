@@ -540,7 +540,7 @@ def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)
 
 
-def test_choices_are_compared_with_plans_timed_by_turns(tmp_path: Path) -> None:
+def test_choices_are_compared_with_interleaved_plans(tmp_path: Path) -> None:
     """A plan that was fastest once, but is not among the final ones, does not count."""
     shapes = plans.layers(1, 40)
     assert shapes == plans.layers(1, 40) != plans.layers(2, 40)

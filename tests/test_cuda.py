@@ -53,7 +53,7 @@ hopper = pytest.mark.skipif(
 )
 
 
-def check_taken_by_turns(scheme: qao.Scheme, m: int, n: int, k: int, x_dtype: torch.dtype) -> None:
+def check_ping_pong(scheme: qao.Scheme, m: int, n: int, k: int, x_dtype: torch.dtype) -> None:
     plan = scheme.plan(m, n, k, x_dtype=x_dtype, scale_dtype=torch.float32, device=torch.device("cuda", 0))
     assert plan is not None and "ping-pong" in plan["text"]
 
@@ -68,8 +68,8 @@ def check_taken_by_turns(scheme: qao.Scheme, m: int, n: int, k: int, x_dtype: to
     ],
 )
 @pytest.mark.parametrize("fmt", BY_WORD["int8_int8"].formats, ids=str)
-def test_tiles_by_turns(m: int, n: int, k: int, x_dtype: torch.dtype, fmt: Format) -> None:
-    check_taken_by_turns(qao.Int8DynamicActivationInt8Weight(), m, n, k, x_dtype)
+def test_ping_pong_tiles(m: int, n: int, k: int, x_dtype: torch.dtype, fmt: Format) -> None:
+    check_ping_pong(qao.Int8DynamicActivationInt8Weight(), m, n, k, x_dtype)
     scheme = BY_WORD["int8_int8"]
     weight = scheme.make_weight(n, k, fmt, "cuda")
     x, bias = randn(m, k, dtype=x_dtype, device="cuda"), randn(n, dtype=torch.float32, device="cuda")
@@ -80,7 +80,7 @@ def test_tiles_by_turns(m: int, n: int, k: int, x_dtype: torch.dtype, fmt: Forma
 
 @hopper
 @pytest.mark.parametrize("rows", [40, 63, 95, 100])
-def test_experts_by_turns_end_inside_a_tile(rows: int) -> None:
+def test_ping_pong_experts_end_inside_a_tile(rows: int) -> None:
     """A chunk must not be overwritten while TMA still reads it, even if no later chunk was issued."""
     scheme, counts, (n, k) = BY_WORD["int8_int8"], [rows, 168 - rows] * 16, (5760, 2880)
     weights = [scheme.make_weight(n, k, None, "cuda", seed=seed) for seed in range(4)] * 8
@@ -98,10 +98,10 @@ def test_experts_by_turns_end_inside_a_tile(rows: int) -> None:
 
 
 @hopper
-def test_fast_sums_by_turns() -> None:
+def test_fast_sums_of_ping_pong() -> None:
     """The tensor cores' short accumulator keeps 13 bits, and adds 32 columns at a time."""
     m, n, k = 4090, 5128, 1088
-    check_taken_by_turns(qao.Float8DynamicActivationFloat8Weight(fast_accum=True), m, n, k, torch.bfloat16)
+    check_ping_pong(qao.Float8DynamicActivationFloat8Weight(fast_accum=True), m, n, k, torch.bfloat16)
     scheme = BY_WORD["fp8_fp8"]
     weight = scheme.make_weight(n, k, None, "cuda")
     x = randn(m, k, dtype=torch.float32, device="cuda")

@@ -212,12 +212,12 @@ TEST_CASE("eight bits: ping-pong tiles, in pairs of CTAs, where sums need nothin
       problem.fast_accum = fast;
       for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
         const Plan& plan = candidate.plan;
-        if (plan.body != Body::kWgmma || !wgmma::kTiles[plan.config].by_turns) continue;
+        if (plan.body != Body::kWgmma || !wgmma::kTiles[plan.config].ping_pong) continue;
         ++found;
         CHECK(problem.x == problem.weight);
         CHECK((problem.x == Format::kInt8 || fast));
         CHECK(!wgmma::traits_of(problem, wgmma::kTiles[plan.config]).folds);
-        CHECK(plan.ctas % wgmma::kTurnsCluster == 0);
+        CHECK(plan.ctas % wgmma::kPingPongCluster == 0);
         CHECK(plan.ctas <= gpu.num_sms);
         CHECK(plan.split_k == 1);
         CHECK(!plan.splits_last);

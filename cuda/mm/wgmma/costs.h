@@ -16,11 +16,11 @@ enum class Operands {
   kFloatFolded,
   kInt8Int8,
   kInt8Int8Tall,
-  kInt8Int8Turns,
+  kInt8Int8PingPong,
   kFp8Fp8,
   kFp8Fp8Tall,
   kFp8Fp8Fast,  // accumulate in the tensor cores, without promotion
-  kFp8Fp8FastTurns,
+  kFp8Fp8FastPingPong,
   kFp8Fp8Blocks,
   kInt8Int4,
   kInt8Int4Symmetric,
@@ -58,9 +58,9 @@ inline Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
   }
   if (!traits.packed) {
     if (p.weight_scaling == Scaling::kBlock) return kFp8Fp8Blocks;
-    if (p.x == Format::kFp8 && !traits.folds) return tile.by_turns ? kFp8Fp8FastTurns : kFp8Fp8Fast;
+    if (p.x == Format::kFp8 && !traits.folds) return tile.ping_pong ? kFp8Fp8FastPingPong : kFp8Fp8Fast;
     if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
-    return tile.by_turns ? kInt8Int8Turns : tall ? kInt8Int8Tall : kInt8Int8;
+    return tile.ping_pong ? kInt8Int8PingPong : tall ? kInt8Int8Tall : kInt8Int8;
   }
   if (p.x == Format::kFp8) return traits.promoted ? kFp8Int4Rows : traits.folds ? kFp8Int4 : kFp8Int4RowsFast;
   if (has_row_scales(p)) return kInt8Int4Rows;

@@ -249,7 +249,7 @@ __device__ __forceinline__ void store_eight(const Params& p, int64_t token, int 
 template <typename K>
 __device__ __forceinline__ uint32_t y_address(uint32_t chunk, int token, int eight) {
   constexpr int kTokenBytes = K::kStage.chunk_bytes / kChunkTokens;
-  return chunk + token * kTokenBytes + ((K::kByTurns ? eight ^ token % 8 : eight) << 4);
+  return chunk + token * kTokenBytes + ((K::kPingPong ? eight ^ token % 8 : eight) << 4);
 }
 
 // Stores a tile as 16-bit values, in chunks of tokens through multiple buffers: scaled in registers, transposed by
@@ -260,7 +260,7 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
   constexpr int kBuffers = K::kStage.chunks;
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, warpgroup = threadIdx.x / 128;
   const bool half = K::kFloatX ? std::is_same_v<typename K::T, __half> : p.y_dtype == DType::kFloat16;
-  const bool copies = K::kByTurns && p.copies_y;
+  const bool copies = K::kPingPong && p.copies_y;
   if (copies) tma::wait_for_stores<0>();  // of the previous tile
   wait_for_scales(warpgroup);
   const Rows<!K::kFloatX, 2, 8> rows(p, at.rows, warp * 16 + lane / 4);

@@ -46,7 +46,7 @@ struct Formats {
     if (tiles == Tiles::kNotSwapped) return !can_swap(tile.tokens);
     if (tiles == Tiles::kLargeRowScales) return tile.tokens == 128 || tile.tokens == 256;
     if (tiles == Tiles::kFastRowScales) return tile.tokens >= 128;
-    return tiles != Tiles::kFastAccum || tile.tokens == 256 || tile.by_turns;
+    return tiles != Tiles::kFastAccum || tile.tokens == 256 || tile.ping_pong;
   }
   constexpr bool serves(Tile tile, bool fast_accum, bool row_scales) const {
     return is_for(tile) && (!is_fast() || fast_accum) && (!has_row_scales() || row_scales);

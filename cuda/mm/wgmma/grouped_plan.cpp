@@ -27,7 +27,7 @@ Few few(const Problem& problem) {
   if (!is_packed(problem.weight)) return {0, 0};
   return problem.x == Format::kFp8 && short_groups ? Few{7, INT64_MAX} : Few{1, 5};
 }
-constexpr int64_t kTurnsRows = 64;  // average rows per expert: ping-pong tiles have 128 tokens
+constexpr int64_t kPingPongRows = 64;  // average rows per expert: ping-pong tiles have 128 tokens
 
 // Expected tiles per expert, if rows vary around the average as for random token choices, plus a quarter. A tile exists
 // for each multiple of `tokens` below the row count. With many tiles, the last one is half full on average.
@@ -67,7 +67,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
     const Tile tile = kTiles[row];
     const Formats& formats = kRows[row_of(problem, tile)];
     const Cost* cost = cost_of(problem, tile);
-    if (tile.by_turns && average < kTurnsRows) continue;
+    if (tile.ping_pong && average < kPingPongRows) continue;
     if (problem.batch_invariant && !keep_order(problem, formats.traits())) continue;
     if (!serves_experts(tile) || !formats.traits().serves(tile) || cost == nullptr) continue;
     const int64_t row_blocks = round_up(ceil_div(problem.n, tile.rows), tile.sharers());
@@ -75,7 +75,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
     const double waves = std::max(1.0, tiles / gpu.num_sms);
     const auto steps = static_cast<double>(parts * ceil_div(problem.k, formats.traits().tile_k(tile)));
     // Ping-pong hides all epilogues but the last.
-    const double time = microseconds({waves * steps, tile.by_turns ? 1 : waves, 0, 0}, cost->costs, bytes, kMemory);
+    const double time = microseconds({waves * steps, tile.ping_pong ? 1 : waves, 0, 0}, cost->costs, bytes, kMemory);
     if (best >= 0 && time >= least) continue;
     best = row, least = time;
   }

@@ -14,9 +14,9 @@
 //   +---+ +---------+
 #pragma once
 
-#include "mm/wgmma/by_turns.cuh"
 #include "mm/wgmma/consumer.cuh"
 #include "mm/wgmma/group_factors.cuh"
+#include "mm/wgmma/ping_pong.cuh"
 
 namespace qao::mm::wgmma {
 
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(K::kThreads, 1)
                                     : K::kScalesOperand || (K::kRowScales && p.groups > 1) ? 32
                                                                                            : 0));
     // Ping-pong: one lane per warp of one warpgroup, in both CTAs of the cluster.
-    tma::barrier_init(barrier + kBarrierBytes, K::kByTurns ? kTurnsCluster * 4 : warpgroups(p) * 128);
+    tma::barrier_init(barrier + kBarrierBytes, K::kPingPong ? kPingPongCluster * 4 : warpgroups(p) * 128);
     if (K::kMakesScales) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
     tma::barrier_init_fence();
   }
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(K::kThreads, 1)
   // Prefetch descriptors, and build the table of experts
   if (warp == 0 && ptx::elect_one()) {
     tma::prefetch_map(K::kGrouped || p.m < K::kTokens ? &maps.last_x : &maps.x);
-    if (K::kByTurns && p.copies_y) tma::prefetch_map(&maps.y);
+    if (K::kPingPong && p.copies_y) tma::prefetch_map(&maps.y);
   }
   if constexpr (K::kGrouped) {
     if (ptx::warp_index() == 0) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(K::kThreads, 1)
     }
   }
   __syncthreads();
-  if constexpr (K::kByTurns) ptx::cluster_barrier();  // other CTAs may arrive at this CTA's mbarriers from here on
+  if constexpr (K::kPingPong) ptx::cluster_barrier();  // other CTAs may arrive at this CTA's mbarriers from here on
   // PDL: each role prepares all it can, then waits for the previous kernel before it reads that kernel's outputs or
   // writes y. W may be such an output too: before the wait it is prefetched into L2 only, which stays coherent.
   if (warp >= 0) {
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(K::kThreads, 1)
   } else {
     ptx::raise_registers<K::kConsumerRegisters>();
     const uint32_t epilogue = ring.data + K::kStage.epilogue;
-    if constexpr (K::kByTurns) {
-      consume_by_turns<K>(p, maps.y, ring, epilogue);
+    if constexpr (K::kPingPong) {
+      consume_ping_pong<K>(p, maps.y, ring, epilogue);
     } else if (warp + K::kConsumerThreads / 32 < warpgroups(p) * 4) {
       for_each_tile<K>(p, ring.data, [&](const Place& at) { Consumer<K>{p, maps.y, ring}.run(at, epilogue); });
     }

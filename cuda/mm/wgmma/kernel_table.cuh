@@ -14,19 +14,19 @@ template <bool grouped>
 using KernelFunction = void (*)(std::conditional_t<grouped, GroupedParams, Params>, TensorMaps);
 
 // Null if the row has no kernel for this tile.
-template <bool grouped, int row, typename T, int rows, int tokens, bool by_turns>
+template <bool grouped, int row, typename T, int rows, int tokens, bool ping_pong>
 constexpr KernelFunction<grouped> one() {
   constexpr Formats kOf = kRows[row];
-  constexpr Tile kTile{rows, tokens, by_turns};
+  constexpr Tile kTile{rows, tokens, ping_pong};
   if constexpr (kOf.is_for(kTile) && kOf.traits().serves(kTile) && (!grouped || serves_experts(kTile))) {
-    return &mm_kernel<Kernel<T, kOf.weight, kOf.fold, kOf.columns, rows, tokens, by_turns, grouped>>;
+    return &mm_kernel<Kernel<T, kOf.weight, kOf.fold, kOf.columns, rows, tokens, ping_pong, grouped>>;
   } else {
     return nullptr;
   }
 }
 
 // One tile, all rows of formats.inc.
-template <bool grouped, int rows, int tokens, bool by_turns, size_t... row>
+template <bool grouped, int rows, int tokens, bool ping_pong, size_t... row>
 constexpr std::array<KernelFunction<grouped>, kRowCount> of_tile(std::index_sequence<row...>) {
   using qao::wgmma::E4m3, qao::wgmma::E5m2;
   using Types = std::tuple<
@@ -34,12 +34,12 @@ constexpr std::array<KernelFunction<grouped>, kRowCount> of_tile(std::index_sequ
 #include "mm/wgmma/formats.inc"
 #undef QAO_FORMATS
       void>;
-  return {one<grouped, row, std::tuple_element_t<row, Types>, rows, tokens, by_turns>()...};
+  return {one<grouped, row, std::tuple_element_t<row, Types>, rows, tokens, ping_pong>()...};
 }
 template <bool grouped>
 constexpr std::array<KernelFunction<grouped>, kRowCount> kKernels[] = {
-#define QAO_TILE(rows, tokens, by_turns) \
-  of_tile<grouped, rows, tokens, by_turns>(std::make_index_sequence<kRowCount>{}),
+#define QAO_TILE(rows, tokens, ping_pong) \
+  of_tile<grouped, rows, tokens, ping_pong>(std::make_index_sequence<kRowCount>{}),
 #include "mm/wgmma/tiles.inc"
 #undef QAO_TILE
 };

@@ -17,7 +17,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
                 static_cast<cudaStream_t>(stream)};
   launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
-  launch.cluster = plan.splits_last ? kLastSplit : tile.by_turns ? kTurnsCluster : p.split_k;
+  launch.cluster = plan.splits_last ? kLastSplit : tile.ping_pong ? kPingPongCluster : p.split_k;
   launch.overlapped = true;
   return launch_kernel(launch, "launching wgmma::mm_kernel", kernel, p, maps);
 }

@@ -46,7 +46,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   p.row_blocks = static_cast<int>(ceil_div(problem.n, plan.tile_n));
   p.token_blocks = static_cast<int>(ceil_div(problem.m, plan.tile_m));
   p.split_k = plan.split_k;
-  if (tile.by_turns) p.row_blocks = (p.row_blocks + kTurnsCluster - 1) / kTurnsCluster;
+  if (tile.ping_pong) p.row_blocks = (p.row_blocks + kPingPongCluster - 1) / kPingPongCluster;
   const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
   p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
   // Smaller boxes for the last tokens: zero fill past the last token takes longer than a copy.
@@ -101,7 +101,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   p.y = arguments.y;
   p.bias_dtype = problem.bias_dtype;
   p.y_dtype = problem.y_dtype;
-  p.copies_y = tile.by_turns && size_of(p.y_dtype) == 2 && p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  p.copies_y = tile.ping_pong && size_of(p.y_dtype) == 2 && p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
   return p;
 }
 

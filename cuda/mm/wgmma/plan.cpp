@@ -89,12 +89,12 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
     if (!traits.serves(tile) || (problem.batch_invariant && !keep_order(problem, traits))) continue;
     const int64_t steps = ceil_div(problem.k, traits.tile_k(tile)) * (is_split(problem) ? kFloat32Parts : 1);
     const int64_t token_blocks = ceil_div(problem.m, tokens);
-    if (tile.by_turns) {  // ping-pong hides all epilogues but the last
-      const int64_t clusters = gpu.num_sms / kTurnsCluster;
-      const int64_t tiles = ceil_div(ceil_div(problem.n, tile.rows), kTurnsCluster) * token_blocks;
+    if (tile.ping_pong) {  // ping-pong hides all epilogues but the last
+      const int64_t clusters = gpu.num_sms / kPingPongCluster;
+      const int64_t tiles = ceil_div(ceil_div(problem.n, tile.rows), kPingPongCluster) * token_blocks;
       const double turn = std::max(static_cast<double>(steps), static_cast<double>(steps + kEpilogueKTiles) / 2);
       const Terms counts = {turn * static_cast<double>(ceil_div(tiles, clusters)), 1, 0, 0};
-      visit(Choice{row, 1, tile.rows, std::min(tiles, clusters) * kTurnsCluster, false, counts});
+      visit(Choice{row, 1, tile.rows, std::min(tiles, clusters) * kPingPongCluster, false, counts});
       continue;
     }
     // Partial sums of split-K are not batch-invariant.
@@ -137,7 +137,7 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   const Stage stage(traits_of(problem, tile), tile);
   plan->body = Body::kWgmma;
   plan->reason = problem.batch_invariant       ? "batch-invariant on Hopper: wgmma walks K in one order"
-                 : tile.by_turns               ? "many tokens on Hopper: wgmma ping-pong"
+                 : tile.ping_pong              ? "many tokens on Hopper: wgmma ping-pong"
                  : shares_long_k(problem, gpu) ? "few rows of W and a long K on Hopper: CTAs of wgmma share K"
                                                : "many tokens on Hopper: wgmma";
   plan->instruction = instruction_of(problem);

@@ -19,7 +19,7 @@ namespace qao::mm::wgmma {
 
 // T: MMA type, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3 or E5m2. `columns`: promotion needs a value per token,
 // a scale or a sum of x.
-template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool by_turns,
+template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool ping_pong,
           bool grouped = false>
 struct Kernel {
   using T = T_;
@@ -42,8 +42,8 @@ struct Kernel {
   static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // a warpgroup has 64 tokens; else it has 64 rows of W
   static constexpr bool kOneHalf = kFolds && tokens == 256;       // registers for products of half of the tokens only
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped, fold == Fold::kPromote};
-  static constexpr Tile kTile{rows, tokens, by_turns};
-  static constexpr bool kByTurns = by_turns, kGrouped = grouped;
+  static constexpr Tile kTile{rows, tokens, ping_pong};
+  static constexpr bool kPingPong = ping_pong, kGrouped = grouped;
   static constexpr int kSharers = kTile.sharers();
   using Params = std::conditional_t<grouped, GroupedParams, wgmma::Params>;
   static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // 64-row parts per warpgroup
@@ -142,17 +142,17 @@ __device__ __forceinline__ Place place(const Params& p, uint32_t shared, int tur
     const int part = at.split_k > 1 ? ptx::cluster_rank() : 0;
     at.begin = quotient(steps * part, at.split_k), at.end = quotient(steps * (part + 1), at.split_k);
   }
-  if constexpr (K::kByTurns) at.row_block = at.row_block * kTurnsCluster + ptx::cluster_rank();
+  if constexpr (K::kPingPong) at.row_block = at.row_block * kPingPongCluster + ptx::cluster_rank();
   return at;
 }
 // First scheduler step of this CTA.
 template <typename K>
 __device__ __forceinline__ int first_turn(const Params& p) {
-  return K::kByTurns || p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
+  return K::kPingPong || p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
 }
 template <typename K>
 __device__ __forceinline__ int turn_step(const Params& p) {
-  return K::kByTurns || p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
+  return K::kPingPong || p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
 }
 template <typename K>
 __device__ __forceinline__ int turns(const Params& p, uint32_t shared) {
@@ -255,10 +255,11 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
           const uint32_t to = x + atom * K::kTokens * 128;
           const int column = k_tile * K::kTileK + atom * K::kAtomK;
           // Ping-pong: the CTAs of the cluster alternate, and multicast to both.
-          for (int copy = K::kByTurns ? ptx::cluster_rank() : 0; copy < copies.count; copy += K::kSharers) {
+          for (int copy = K::kPingPong ? ptx::cluster_rank() : 0; copy < copies.count; copy += K::kSharers) {
             const int first = copy * copies.rows;
-            if constexpr (K::kByTurns) {
-              tma::load_3d_to_all(to + first * 128, copies.map, column, part, token0 + first, barrier, kTurnsCluster);
+            if constexpr (K::kPingPong) {
+              tma::load_3d_to_all(to + first * 128, copies.map, column, part, token0 + first, barrier,
+                                  kPingPongCluster);
             } else {
               tma::load_3d(to + first * 128, copies.map, column, part, token0 + first, barrier);
             }

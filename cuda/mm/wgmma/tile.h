@@ -10,17 +10,17 @@ namespace qao::mm::wgmma {
 
 constexpr int kWarpgroupRows = 64, kProducerThreads = 128;
 constexpr int kMaxSharedBytes = 226 * 1024;  // per SM
-constexpr int kMaxCluster = 8, kLastSplit = 2, kTurnsCluster = 2;
+constexpr int kMaxCluster = 8, kLastSplit = 2, kPingPongCluster = 2;
 
 // CTA tile of y. A consumer warpgroup has 64 of the rows of W, or all of them with ping-pong.
 struct Tile {
   int rows, tokens;
-  bool by_turns;
+  bool ping_pong;
 
-  constexpr int warpgroups() const { return by_turns ? 2 : rows / kWarpgroupRows; }
-  constexpr int warpgroup_rows() const { return by_turns ? rows : kWarpgroupRows; }
+  constexpr int warpgroups() const { return ping_pong ? 2 : rows / kWarpgroupRows; }
+  constexpr int warpgroup_rows() const { return ping_pong ? rows : kWarpgroupRows; }
   constexpr int sharers() const {
-    return by_turns ? kTurnsCluster : 1;
+    return ping_pong ? kPingPongCluster : 1;
   }  // CTAs of the cluster that multicast a part of x each
   constexpr bool tall() const { return rows > 2 * kWarpgroupRows; }
   constexpr bool between() const { return (tokens & (tokens - 1)) != 0; }  // not a power of two
@@ -39,7 +39,7 @@ struct Traits {
   // promotion and both operands in shared memory, the largest tile is instantiated too, and computes half of its tokens
   // at a time.
   constexpr bool serves(Tile tile) const {
-    if (tile.by_turns) return !(float_x || packed || folds);
+    if (tile.ping_pong) return !(float_x || packed || folds);
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
     if (packed && promoted) return !tile.between();
@@ -56,7 +56,7 @@ constexpr int expert_end_rows(int tokens) { return std::max(8, tokens / 4); }
 constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens == 2 * kWarpgroupRows; }
 
 constexpr Tile kTiles[] = {
-#define QAO_TILE(rows, tokens, by_turns) {rows, tokens, by_turns},
+#define QAO_TILE(rows, tokens, ping_pong) {rows, tokens, ping_pong},
 #include "mm/wgmma/tiles.inc"
 #undef QAO_TILE
 };
@@ -87,8 +87,8 @@ struct Stage {
         columns(t.columns               ? (t.packed ? 2 : 1) * tile.tokens * 4
                 : t.packed && t.float_x ? t.tile_k(tile) / 32 * tile.rows * kRowScaleBytes
                                         : 0),
-        chunk_bytes(tile.by_turns ? kSwizzledChunkBytes : kChunkBytes),
-        chunks(tile.by_turns ? 3 : 2),
+        chunk_bytes(tile.ping_pong ? kSwizzledChunkBytes : kChunkBytes),
+        chunks(tile.ping_pong ? 3 : 2),
         token_floats(grouped ? 3 : 2),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
         // Behind the ring, per warpgroup: chunks of y; scales and zero points of x and factors of y; scales, sums and

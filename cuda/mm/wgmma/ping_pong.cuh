@@ -41,7 +41,7 @@ struct Turn {
   __device__ __forceinline__ void release(uint32_t barrier) const {
     __syncwarp();
     const int lane = threadIdx.x % 32;
-    if (lane < kTurnsCluster) tma::barrier_arrive_remotely(ptx::cluster_address(barrier, lane));
+    if (lane < kPingPongCluster) tma::barrier_arrive_remotely(ptx::cluster_address(barrier, lane));
   }
   // Mainloop over one tile. `pass` is called once the last WGMMAs are issued.
   template <typename Pass>
@@ -64,8 +64,8 @@ struct Turn {
 };
 
 template <typename K>
-__device__ __forceinline__ void consume_by_turns(const Params& p, const CUtensorMap& y_map, Ring<K> ring,
-                                                 uint32_t chunks) {
+__device__ __forceinline__ void consume_ping_pong(const Params& p, const CUtensorMap& y_map, Ring<K> ring,
+                                                  uint32_t chunks) {
   const int warpgroup = ptx::warp_index() / 4, other = 1 - warpgroup, step = turn_step<K>(p),
             end = turns<K>(p, ring.data);
   const uint32_t rows = ring.data + K::kStage.rows + warpgroup * K::kRowParts * kRowScalesBytes,
