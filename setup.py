@@ -69,6 +69,9 @@ def pybind_wanted() -> bool:
     return choice != "OFF"
 
 
+# Of a processor: for a source file on average, and for the largest one.
+SECONDS_OF_CPP, SECONDS_OF_CUDA, SECONDS_OF_LARGEST = 1.7, 20, 100
+
 PYBIND = pybind_wanted()
 SBOM = os.environ.get("QAO_SBOM", "OFF").upper()
 if SBOM not in ("ON", "OFF"):
@@ -132,6 +135,30 @@ def description(readme: str, address: str | None, version: str) -> str:
     return re.sub(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)", replace, readme)
 
 
+def run(command: list[str]) -> None:
+    """Runs a step of the build; exits if it fails."""
+    if subprocess.run(command).returncode != 0:
+        sys.exit("qao: the build failed; the reason is in the messages above.")
+
+
+def announce(build_dir: Path, jobs: int) -> None:
+    """Prints what a configured build compiles and about how long that takes; nothing if all objects exist."""
+    rules = (build_dir / "build.ninja").read_text()
+    targets = r"^build (CMakeFiles/(?:qao_cpu|qao_plan|qao_cuda_\w+|_C|_host)\.dir/\S+\.o):(.*?)^$"
+    missing = {name: rule for name, rule in re.findall(targets, rules, re.M | re.S) if not (build_dir / name).exists()}
+    if not missing:
+        return
+    cuda = sum(name.endswith(".cu.o") for name in missing)
+    seconds = (SECONDS_OF_CPP * (len(missing) - cuda) + SECONDS_OF_CUDA * cuda) / jobs
+    seconds = max(seconds, SECONDS_OF_LARGEST) if cuda else seconds
+    time = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+    codes = sorted({code for rule in missing.values() for code in re.findall(r"code=\[.*?(sm_\w+)", rule)})
+    alone = "CPUs only" if CROSS else "CPUs only (QAO_CUDA=ON: for GPUs too)"
+    what = f"CPUs and GPUs ({', '.join(codes)} and PTX)" if cuda else alone
+    files = f"{len(missing) - cuda} C++ and {cuda} CUDA files" if cuda else f"{len(missing)} C++ files"
+    print(f"qao: building for {what}: {files}, about {time} with {jobs} jobs, less with ccache", flush=True)
+
+
 class CMakeBuild(build_ext):
     """All extensions in one CMake build, in one directory for each Python and set of options."""
 
@@ -170,13 +197,10 @@ class CMakeBuild(build_ext):
             stale.unlink()
         definitions = [f"-D{name}={value}" for name, value in options.items()]
         definitions += shlex.split(os.environ.get("CMAKE_ARGS", ""))
-        for command in (
-            [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir), *definitions],
-            [cmake, "--build", str(build_dir), "--parallel", jobs],
-            [cmake, "--install", str(build_dir), "--prefix", str(package.parent), "--strip"],
-        ):
-            if subprocess.run(command).returncode != 0:
-                sys.exit("qao: the build failed; the reason is in the messages above.")
+        run([cmake, "--log-level=NOTICE", "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir), *definitions])
+        announce(build_dir, int(jobs))
+        run([cmake, "--build", str(build_dir), "--parallel", jobs])
+        run([cmake, "--install", str(build_dir), "--prefix", str(package.parent), "--strip"])
         self.components = build_dir / "components.txt"
         if not self.inplace:
             write_commit(package)

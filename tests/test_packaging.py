@@ -432,6 +432,22 @@ def test_a_build_without_nvcc_says_so(source_copy: Path, choice: str, shown: boo
     assert result.returncode == 0, result.stdout + result.stderr
     assert ("qao: WARNING: nvcc was not found: this build runs on CPUs only." in result.stderr) is shown
     assert ("set CUDA_HOME to it, and build again with QAO_CUDA=ON" in result.stderr) is shown
+    announced = r"^qao: building for CPUs only .*: \d+ C\+\+ files, about \d+ (seconds|minutes) with \d+ jobs"
+    assert re.search(announced, "\n".join(result.stdout.splitlines()[:5]), re.M), result.stdout
+
+
+def test_the_demo_builds_cuda_kernels_only_for_a_gpu(source_copy: Path) -> None:
+    def choice(target: str, **environment: str) -> str:
+        command = ["make", target, "VENV=", "PYTHON=true", "BUILD=@echo QAO_CUDA=$$QAO_CUDA"]
+        environment = {name: value for name, value in os.environ.items() if name != "QAO_CUDA"} | environment
+        return output(subprocess.run(command, cwd=source_copy, env=environment, capture_output=True, text=True)).strip()
+
+    gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    assert choice("build-demo") == f"QAO_CUDA={'AUTO' if gpu else 'OFF'}"
+    assert choice("build-demo", QAO_CUDA="ON") == "QAO_CUDA=ON"
+    assert choice("build-test") == "QAO_CUDA="
+    (source_copy / "build" / "cmake-x" / "CMakeFiles" / "qao_cuda_plain.dir").mkdir(parents=True)  # built by make test
+    assert choice("build-demo") == "QAO_CUDA=AUTO"
 
 
 # ---- installing ------------------------------------------------------------------------------------------------------
