@@ -61,7 +61,8 @@ inline bool resident_params(const Problem& problem, const ResidentConfig& config
   const int of_pass = config.tiles_n >> d.gated;
   d.next_pass_bytes = of_pass * d.row_tile_bytes, d.next_pass_scale_bytes = of_pass * d.row_tile_scale_bytes;
   d.chunk_shift = log2_of(walk.scale_bytes / 16);
-  if (d.tokens * d.groups_of_step > kResidentTokens || config.tiles_n << d.chunk_shift > 32) return false;
+  if (d.tokens * d.groups_of_step > kResidentTokens || scale_chunks(config.tiles_n, walk.scale_bytes) > kResidentChunks)
+    return false;
   d.plain_steps = static_cast<int>(problem.k / kStepColumns);
 
   const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes;

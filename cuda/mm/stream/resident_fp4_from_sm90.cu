@@ -7,7 +7,9 @@ namespace {
 template <typename Tile>
 ResidentKernel of(int groups) {
   using held::Fp4Product, held::resident_kernel;
-  if (groups == 8) return &resident_kernel<Tile, __nv_bfloat16, Fp4Product<Tile, 8>>;
+  if constexpr (scale_chunks(Tile::kTilesN, step_scale_bytes(8, false, DType::kBFloat16)) <= kResidentChunks) {
+    if (groups == 8) return &resident_kernel<Tile, __nv_bfloat16, Fp4Product<Tile, 8>>;
+  }
   return &resident_kernel<Tile, __nv_bfloat16, Fp4Product<Tile, 4>>;
 }
 

@@ -9,8 +9,12 @@ template <typename Tile>
 ResidentKernel of(bool half_x, int groups, bool has_zeros, DType scale_dtype) {
   return variant(groups, has_zeros, scale_dtype, [&]<int count, bool zeros, DType dtype>() -> ResidentKernel {
     using held::Product, held::resident_kernel;
-    if (half_x) return &resident_kernel<Tile, __half, Product<Tile, __half, count, zeros, dtype>>;
-    return &resident_kernel<Tile, __nv_bfloat16, Product<Tile, __nv_bfloat16, count, zeros, dtype>>;
+    if constexpr (scale_chunks(Tile::kTilesN, step_scale_bytes(count, zeros, dtype)) > kResidentChunks) {
+      return nullptr;
+    } else {
+      if (half_x) return &resident_kernel<Tile, __half, Product<Tile, __half, count, zeros, dtype>>;
+      return &resident_kernel<Tile, __nv_bfloat16, Product<Tile, __nv_bfloat16, count, zeros, dtype>>;
+    }
   });
 }
 

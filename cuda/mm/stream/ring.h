@@ -56,7 +56,7 @@ inline bool ring_params(const Problem& problem, const RingConfig& config, int sp
   const bool pairs = !is_float_fp4(problem) && config.tokens == 8 && problem.m << groups_shift <= 8;
   d.columns_of_token = pairs ? d.groups_of_step : 1;
   d.token_shift = pairs ? 3 - groups_shift : 3;
-  const bool plain = problem.x_aligned && (config.tiles_n << d.chunk_shift) <= 64;
+  const bool plain = problem.x_aligned && scale_chunks(config.tiles_n, walk.scale_bytes) <= kPlainChunks;
   d.plain_steps = plain ? static_cast<int>(problem.k / kStepColumns) : 0;
   d.clustered = split > 1;
 

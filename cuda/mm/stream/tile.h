@@ -2,6 +2,7 @@
 #pragma once
 
 #include "int4/layout.h"
+#include "qao/types.h"
 
 namespace qao::mm::stream {
 
@@ -14,6 +15,14 @@ using int4::tiles_n;
 
 // The warps of a CTA split K. A CTA computes kTilesN n-tiles of 16 rows of W per pass.
 constexpr int kStepColumns = 128, kStepBytes = kStepColumns / kTileK * kTileBytes;  // per K-step and n-tile
+
+// Bytes of scales and zeros per K-step and n-tile, and the 16-byte chunks of those of `tiles_n` n-tiles. A lane copies
+// one chunk in resident.cuh, and at most two in plain K-steps of ring.cuh. Kernels for more chunks are not compiled.
+constexpr int step_scale_bytes(int groups, bool zeros, DType dtype) {
+  return groups * (zeros ? 2 : 1) * kTileN * size_of(dtype);
+}
+constexpr int scale_chunks(int tiles_n, int scale_bytes) { return tiles_n * scale_bytes / 16; }
+constexpr int kResidentChunks = 32, kPlainChunks = 64;
 
 template <int tiles_m, int tiles_n, int warps, int ctas_per_sm>
 struct RingTile {
