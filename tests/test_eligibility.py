@@ -27,11 +27,6 @@ class Adds(nn.Linear):
         return super().forward(input) + 1
 
 
-class Plain(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.linear(input, self.weight, self.bias)
-
-
 class Doubles(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
@@ -39,6 +34,12 @@ class Doubles(nn.Embedding):
 
 class Marked(nn.Parameter):
     """A Parameter that another library gives a meaning."""
+
+
+def falcon_linear() -> nn.Module:
+    falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon")
+    made: nn.Module = falcon.FalconLinear(8, 4)
+    return made
 
 
 def linear(**attributes: Any) -> nn.Linear:
@@ -206,7 +207,7 @@ SUPPORTED: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "no bias": (lambda: nn.Linear(8, 4, bias=False), "linear"),
     "float64": (lambda: nn.Linear(8, 4, dtype=torch.float64), "linear"),
     "meta": (lambda: nn.Linear(8, 4, device="meta"), "linear"),
-    "proven subclass": (lambda: Plain(8, 4), "linear"),
+    "known subclass": (falcon_linear, "linear"),
     "once offloaded": (no_longer_offloaded, "linear"),
     "child without a value": (lambda: linear(gate=None), "linear"),
     "Conv1D": (conv1d, "conv1d"),
