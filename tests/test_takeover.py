@@ -191,6 +191,34 @@ def test_what_other_libraries_wrote(method: str, tmp_path: Path) -> None:
     assert torch.equal(support.run(load(tmp_path / "again"), "transformers"), expected)
 
 
+@pytest.mark.parametrize("key", ["compression_config", "quantize_config.json", "Quant_Method"])
+def test_settings_that_transformers_does_not_see(key: str, tmp_path: Path) -> None:
+    """It would leave every weight random and only log that."""
+    state, quantization = others("gptq")
+    config = support.llama(128).config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    settings = quantization["quantization_config"]
+    if key == "compression_config":
+        config[key] = settings
+    elif key == "Quant_Method":
+        config["quantization_config"] = settings | {"quant_method": "GPTQ"}
+    else:
+        (tmp_path / key).write_text(json.dumps({name: one for name, one in settings.items() if name != "quant_method"}))
+    write(tmp_path, state, config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = qao.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert sum(isinstance(module, qao.QuantLinear) for module in model.modules()) == 14
+    assert torch.equal(support.run(model, "transformers"), support.run(expected, "transformers"))
+
+
+def test_a_stray_quantize_config_leaves_a_float_model_as_it_is(tmp_path: Path) -> None:
+    model = support.llama(128)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+    with pytest.warns(UserWarning, match=r"loaded as without qao.*no tensor is quantized that way"):
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(support.run(again, "transformers"), support.run(model, "transformers"))
+
+
 def test_what_qao_does_not_read_goes_to_the_other_library_with_a_warning(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "int8-all", tmp_path / "x")
     file = tmp_path / "x" / "config.json"

@@ -74,10 +74,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         why = "is a pickle, which can execute arbitrary code" if path.suffix in PICKLES else "is not a checkpoint"
         raise CheckpointError(f"{path} {why}; qao reads .safetensors, their .index.json, .gguf, and their directories")
     files = TensorFiles(path)
-    config, settings = _config(files)
+    config = _read_config(files.directory)
+    settings = take_settings(config, files.directory)
     if native.is_native(files.names):
         return SafetensorsCheckpoint("qao", config, files, native.read(files))
-    method = "float" if settings is None else _method(settings)
+    method = "float" if settings is None else method_of(settings)
     if method == "float" and torchao.is_torchao(files.metadata):
         method, settings = "torchao", Settings({}, f"{path}: header")
     if settings is None:
@@ -124,8 +125,8 @@ def is_for_a_scheme(checkpoint: Checkpoint, embeddings: bool = False) -> bool:
     return checkpoint.format in ("float", "mxfp4")
 
 
-def _method(settings: Settings) -> str:
-    """The quant_method, or its value inferred from other entries."""
+def method_of(settings: Settings) -> str:
+    """The quant_method in qao's spelling, or its value inferred from other entries."""
     values = settings.values
     if "quant_method" in values and values["quant_method"] is not None:
         method = settings.text("quant_method", "")
@@ -149,23 +150,27 @@ def _unread(settings: Settings, method: str) -> CheckpointError:
     )
 
 
-def _config(files: TensorFiles) -> tuple[dict[str, Any], Settings | None]:
-    """config.json without its quantization settings, and these settings."""
-    file = files.directory / "config.json"
-    config = read_json(file) if file.exists() else {}
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / "config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def take_settings(config: dict[str, Any], directory: Path) -> Settings | None:
+    """Remove the quantization settings from the content of config.json and return them, or those of another file."""
+    file = directory / "config.json"
     inner = config.get("text_config")  # multimodal models
     for holder in (config, inner if isinstance(inner, dict) else {}):
         for key in ("quantization_config", "compression_config"):
             found = holder.pop(key, None)
             if found:
-                return config, Settings(found, f"{file}: {key}")
+                return Settings(found, f"{file}: {key}")
     if isinstance(config.get("quantization"), dict) and "bits" in config["quantization"]:
-        return config, Settings({"quant_method": "mlx", **config["quantization"]}, f"{file}: quantization")
-    file = files.directory / "hf_quant_config.json"
+        return Settings({"quant_method": "mlx", **config["quantization"]}, f"{file}: quantization")
+    file = directory / "hf_quant_config.json"
     if file.exists():
-        return config, modelopt.settings_of(read_json(file), str(file))
+        return modelopt.settings_of(read_json(file), str(file))
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
-        file = files.directory / name
+        file = directory / name
         if file.exists():
-            return config, Settings({"quant_method": method, **read_json(file)}, str(file))
-    return config, None
+            return Settings({"quant_method": method, **read_json(file)}, str(file))
+    return None

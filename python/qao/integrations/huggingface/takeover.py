@@ -27,7 +27,7 @@ from .from_pretrained import renamed
 from .loading import Unfit
 
 SWITCH = "QAO_TAKEOVER"
-METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "torchao")
+METHODS = ("compressed-tensors", "gptq", "awq", "auto_round", "fp8", "fbgemm-fp8", "modelopt", "mxfp4", "torchao")
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 
 
@@ -42,8 +42,7 @@ def register() -> None:
 def _from_pretrained(upstream: Any) -> Any:
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *model_args: Any, **options: Any) -> Any:
         path = _base_of(pretrained_model_name_or_path, options)
-        found = None if path is None else _quantization(path, options)
-        method = None if found is None else found.get("quant_method")
+        found, method = (None, "none") if path is None else _quantization(path, options)
         given = options.get("quantization_config")
         if method == "qao" and found is not None and isinstance(given, QaoConfig):
             _check_again(path, _layers(found), given)
@@ -74,25 +73,37 @@ def _base_of(path: Any, options: dict[str, Any]) -> Any:
     return base or path
 
 
-def _quantization(path: Any, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization settings in a checkpoint's configuration, or None."""
+def _quantization(path: Any, options: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, str]:
+    """The quantization settings of a checkpoint, or None, and their method.
+
+    They are looked up as ``open_checkpoint`` does it: for settings that transformers does not see, such as those of a
+    quantize_config.json, it would load no weights and only log that. A repository of the hub only has its config.json
+    here.
+    """
     from transformers import PretrainedConfig
 
+    from ...checkpoints import CheckpointError
+    from ...checkpoints.opening import method_of, take_settings
+
     if options.get("state_dict") is not None or options.get("gguf_file") is not None:
-        return None
+        return None, "none"
     config = options.get("config")
     if isinstance(config, PretrainedConfig):
-        holders = [config, getattr(config, "text_config", None)]
-        found = next(filter(None, (getattr(holder, "quantization_config", None) for holder in holders)), None)
-        return found if isinstance(found, Mapping) else None
-    hub = {name: options[name] for name in _HUB if name in options}
+        holders = {"": config, "text_config": getattr(config, "text_config", None)}
+        names = ("quantization_config", "compression_config")
+        parts = {key: {name: getattr(holder, name, None) for name in names} for key, holder in holders.items()}
+        content: dict[str, Any] = parts.pop("") | parts
+    else:
+        hub = {name: options[name] for name in _HUB if name in options}
+        try:
+            content, _ = PretrainedConfig.get_config_dict(path if config is None else config, **hub)
+        except (OSError, ValueError):  # only an adapter, or nothing: transformers reports which
+            return None, "none"
     try:
-        content, _ = PretrainedConfig.get_config_dict(path if config is None else config, **hub)
-    except (OSError, ValueError):  # only an adapter, or nothing: transformers reports which
-        return None
-    inner = content.get("text_config")
-    found = content.get("quantization_config") or (inner or {}).get("quantization_config")
-    return found if isinstance(found, Mapping) else None
+        found = take_settings(content, Path(path) / (options.get("subfolder") or ""))
+        return (None, "none") if found is None else (found.values, method_of(found))
+    except CheckpointError:  # transformers reports settings that are no object
+        return None, "none"
 
 
 def _layers(found: Mapping[str, Any]) -> Mapping[str, Scheme]:
@@ -141,9 +152,7 @@ def _take(
     except (CheckpointError, Unfit) as error:
         if not fall_back:
             raise
-        warnings.warn(
-            f"{path}: loaded by the library that config.json names, not onto qao's layers: {error}", stacklevel=3
-        )
+        warnings.warn(f"{path}: loaded as without qao ({SWITCH}=0), not onto qao's layers: {error}", stacklevel=3)
         return upstream()
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.name_or_path = model.config.name_or_path = str(path)
