@@ -18,6 +18,7 @@ import qao
 import saving_support as support
 import torch
 from checkpoint_support import write
+from qao.cli import main as cli
 from safetensors.torch import load_file, save_file
 from test_checkpoints_fp8 import e4m3, fp8
 from test_checkpoints_gptq_awq import Weight, awq, gptq
@@ -189,6 +190,24 @@ def test_what_other_libraries_wrote(method: str, tmp_path: Path) -> None:
     assert sum(isinstance(module, qao.QuantLinear) for module in base.modules()) == 14
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(support.run(load(tmp_path / "again"), "transformers"), expected)
+
+
+def test_zero_biases_that_the_model_has_not(tmp_path: Path) -> None:
+    """AutoGPTQ and GPTQModel write a bias for every layer; only one that adds nothing may be left out."""
+    state, quantization = others("gptq")
+    config = support.llama(128).config.to_dict() | quantization | {"architectures": ["LlamaForCausalLM"]}
+    write(tmp_path, state, config)
+    expected = support.run(qao.from_pretrained(tmp_path), "transformers")
+    scales = {name: tensor for name, tensor in state.items() if "mlp" in name and name.endswith(".scales")}
+    more = {name.replace("scales", "bias"): torch.zeros(tensor.shape[1]) for name, tensor in scales.items()}
+    write(tmp_path, state | more, config)
+    assert torch.equal(support.run(qao.from_pretrained(tmp_path), "transformers"), expected)
+    assert cli(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "qao", "--quiet"]) == 0
+    assert torch.equal(support.run(qao.from_pretrained(tmp_path / "out"), "transformers"), expected)
+    next(iter(more.values()))[0] = 1
+    write(tmp_path, state | more, config)
+    with pytest.raises(qao.checkpoints.CheckpointError, match=r"1 tensors differ:\n  unexpected: .*\.bias"):
+        qao.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["compression_config", "quantize_config.json", "Quant_Method"])

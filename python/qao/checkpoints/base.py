@@ -129,6 +129,11 @@ class Checkpoint(ABC):
         """``tensor(name)[index]``. Formats that support slicing read only the slice."""
         return self.tensor(name)[index]
 
+    def is_zero_bias(self, name: str) -> bool:
+        """Whether this is a quantized layer's bias of zeros, which GPTQ tools write where the model has none."""
+        layer, _, last = name.rpartition(".")
+        return last == "bias" and layer in self.layers and name in self.others and not self.tensor(name).any()
+
     def state_dict(self) -> Mapping[str, LazyTensor]:
         """Lazy state dict with qao's names (``<layer>.qweight``, ``<layer>.scales``, …, and ``others``).
 

@@ -47,7 +47,11 @@ def reading_problems(
     missing = [name for name, tensor in expected.items() if id(tensor) not in found and name not in hidden]
     problems = [f"{name} is missing" for name in missing]
     ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    left_over = [name for name in names.left_over if not any(one.search(name) for one in ignored)]
+    left_over = [
+        name
+        for name in names.left_over
+        if not any(one.search(name) for one in ignored) and not checkpoint.is_zero_bias(name)
+    ]
     return problems + [f"{name} is not a tensor of the model" for name in left_over]
 
 

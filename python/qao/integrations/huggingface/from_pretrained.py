@@ -372,7 +372,9 @@ def _from_state(
     dtype = request.dtype or _dtype(config, checkpoint)
     given = {"config": config, "state_dict": state, "dtype": dtype, "device_map": request.device_map}
     model, info = cls.from_pretrained(None, *request.model_args, output_loading_info=True, **given, **options)
-    problems = _problems(model, info)
+    original = {renamed(name, renaming): name for name in checkpoint.others}
+    unneeded = {name for name in info["unexpected_keys"] if checkpoint.is_zero_bias(original.get(name, name))}
+    problems = _problems(model, {**info, "unexpected_keys": set(info["unexpected_keys"]) - unneeded})
     if not options.get("ignore_mismatched_sizes"):
         problems += _mismatched(cls, config, {name: one for name, one in state.items() if isinstance(one, LazyValue)})
     if problems and request.auto_class is None:
