@@ -16,7 +16,9 @@ from torch import Tensor, nn
 accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 
-pytestmark = pytest.mark.filterwarnings("ignore:quantize_. these big weights stay")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:quantize_. these big weights stay", "ignore:Attempting to save a model with offloaded modules"
+)
 
 SCHEME = Int4WeightOnly(group_size=32)
 SCHEMES = {
@@ -61,12 +63,12 @@ def checkpoint(tmp_path: Path) -> str:
     return str(path)
 
 
-def offload(model: nn.Module, how: str, folder: Path) -> nn.Module:
+def offload(model: nn.Module, how: str, folder: Path, places: dict[str, str] = SPREAD) -> Any:
     if how == "cpu_offload":
         return accelerate.cpu_offload(model, torch.device("cpu"))
     if how == "disk_offload":
         return accelerate.disk_offload(model, str(folder), torch.device("cpu"))
-    return accelerate.dispatch_model(model, SPREAD, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+    return accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
 HOWS = ("cpu_offload", "disk_offload", "dispatch_model")
@@ -97,6 +99,49 @@ def test_offloaded_before_quantizing_says_so(how: str, tmp_path: Path) -> None:
     accelerate.hooks.remove_hook_from_module(offloaded, recurse=True)
     quantize_(offloaded, SCHEME, strict=True, progress=False)
     assert torch.equal(offloaded(IDS), expected(IDS))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_offloaded_layers_are_saved_with_the_same_bytes(how: str, tmp_path: Path) -> None:
+    model = quantized_model()
+    model.embed.register_buffer("nothing", torch.zeros(0))
+    qao.save(model, tmp_path / "whole.safetensors")
+    offloaded = offload(model, how, tmp_path / "off")
+    qao.save(offloaded, tmp_path / "offloaded.safetensors")
+    assert (tmp_path / "offloaded.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    assert offloaded.up.qweight.is_meta and offloaded.head.bias.is_meta
+
+
+def llama(scheme: qao.schemes.Scheme) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
+    quantize_(model, scheme, progress=False)
+    return model
+
+
+LLAMA = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"} | {
+    "lm_head": "disk"
+}
+
+
+@pytest.mark.parametrize(
+    "scheme", [SCHEME, qao.Int4WeightOnly(group_size=64, symmetric=True), qao.Int8WeightOnly()], ids=str
+)
+def test_save_pretrained_writes_offloaded_layers(scheme: qao.schemes.Scheme, tmp_path: Path) -> None:
+    model = llama(scheme)
+    logits = model(IDS[None]).logits
+    model.save_pretrained(tmp_path / "whole")
+    whole = safetensors.load_file(tmp_path / "whole" / "model.safetensors")
+    for how in HOWS:
+        offloaded = offload(copy.deepcopy(model), how, tmp_path / how, LLAMA)
+        offloaded.save_pretrained(tmp_path / "saved")
+        saved = safetensors.load_file(tmp_path / "saved" / "model.safetensors")
+        assert saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
+        assert (tmp_path / "saved" / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
+        assert torch.equal(offloaded(IDS[None]).logits, logits)
 
 
 def test_a_replaced_forward_is_still_unsupported() -> None:

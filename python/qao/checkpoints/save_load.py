@@ -21,6 +21,7 @@ from ..quantization.module_swap import WrappedNames, unwrapped, without_wrappers
 from ..quantization.skeleton import Undo, prepare_layers, undo
 from ..schemes import scheme_from_dict
 from . import native
+from .offloading import onloaded
 from .shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
     """Write the state dict of a model, with quantized and other layers, as safetensors.
 
     Each file is written under a temporary name and then renamed, so that no reader sees a partial file. Tensors on a
-    GPU are copied one at a time. Tensors that several names share are written once; ``load`` shares them again.
+    GPU are copied one at a time; values that accelerate offloads are read where it keeps them. Tensors that several
+    names share are written once; ``load`` shares them again.
 
     Names are those of the model itself, without the prefixes of ``torch.compile`` and data parallelism (``_orig_mod.``,
     ``module.``). ``load`` finds them in models with and without these prefixes.
@@ -53,7 +55,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
         OSError: for example, the disk is full. Files of an earlier save are unchanged.
     """
     path = Path(path)
-    state = unwrapped(model).state_dict()
+    with onloaded(model):
+        state = unwrapped(model).state_dict()
     bare = without_wrappers(state)
     tensors, aliases = unshared({bare[name]: tensor for name, tensor in state.items()})
     single = path.suffix == ".safetensors"

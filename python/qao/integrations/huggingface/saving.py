@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...checkpoints.native import header
+from ...checkpoints.offloading import onloaded
 from ...checkpoints.save_load import unshared
 from ...nn import marker
 from ...nn.eligibility import is_linear
@@ -20,6 +21,11 @@ from .config import QaoConfig
 
 def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
     """Tensors by name, metadata and quantization_config, in compressed-tensors if possible, else qao's format."""
+    with onloaded(model):
+        return _files_of(model)
+
+
+def _files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
     state: dict[str, Tensor] = dict(model.state_dict())
     sharded = any(isinstance(module, Sharded) for module in model.modules())
     if sharded:
