@@ -112,6 +112,39 @@ def test_offloaded_layers_are_saved_with_the_same_bytes(how: str, tmp_path: Path
     assert offloaded.up.qweight.is_meta and offloaded.head.bias.is_meta
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_values_of_offloaded_layers_change_after_their_hooks_are_removed(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    new = Model().to(torch.bfloat16)
+    model = offload(quantized_model(), how, tmp_path)
+    before = model(IDS)
+    with pytest.raises(ValueError, match=r"up\.weight: the layer is offloaded by accelerate: call .*remove_hook_from"):
+        qao.update_(model, new.state_dict())
+    with pytest.raises(ValueError, match=r"head\.bias is offloaded by accelerate: call .*remove_hook_from_module"):
+        qao.update_(model, {"head.bias": new.head.bias}, strict=False)
+    with pytest.raises(ValueError, match=r"dequantize_: up: a hook of accelerate.*: call .*remove_hook_from_module"):
+        qao.dequantize_(model)
+    assert torch.equal(model(IDS), before)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    qao.update_(model, new.state_dict())
+    quantize_(new, SCHEMES, progress=False)
+    assert torch.equal(offload(model, how, tmp_path / "again")(IDS), new(IDS))
+
+
+def test_a_layer_on_the_disk_since_it_was_loaded_needs_another_load(checkpoint: str, tmp_path: Path) -> None:
+    """Its tensors stay on meta when the hook is removed."""
+    model = accelerate.load_checkpoint_and_dispatch(
+        empty_model(), checkpoint, SPREAD, offload_folder=str(tmp_path / "off"), force_hooks=True
+    )
+    for call in (qao.dequantize_, lambda model: qao.update_(model, Model().to(torch.bfloat16).state_dict())):
+        with pytest.raises(ValueError, match=r"up.*: load the model without offloading it \(device_map\)"):
+            call(model)
+    qao.save(model, tmp_path / "saved.safetensors")
+    whole = qao.load(tmp_path / "saved.safetensors", Model())
+    assert torch.equal(whole(IDS), quantized_model()(IDS))
+    qao.dequantize_(whole)
+
+
 def llama(scheme: qao.schemes.Scheme) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -142,6 +175,10 @@ def test_save_pretrained_writes_offloaded_layers(scheme: qao.schemes.Scheme, tmp
         assert saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
         assert (tmp_path / "saved" / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
         assert torch.equal(offloaded(IDS[None]).logits, logits)
+    with pytest.raises(ValueError, match=r"device_map.*accelerate\.dispatch_model\(model, device_map, offload_dir="):
+        qao.from_pretrained(tmp_path / "saved", device_map=LLAMA)
+    loaded = accelerate.dispatch_model(qao.from_pretrained(tmp_path / "saved"), LLAMA, offload_dir=tmp_path / "off")
+    assert loaded.lm_head.qweight.is_meta and torch.equal(loaded(IDS[None]).logits, logits)
 
 
 def test_a_replaced_forward_is_still_unsupported() -> None:

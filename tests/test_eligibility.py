@@ -137,8 +137,8 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "deepspeed": (partitioned, "DeepSpeed partitions its weight (ZeRO-3): quantize before deepspeed.initialize"),
     "accelerate": (
         offloaded,
-        "a hook of accelerate runs it (device_map, offloading): quantize before dispatch_model, or call "
-        "accelerate.hooks.remove_hook_from_module(model, recurse=True) first",
+        "a hook of accelerate runs it (device_map, offloading): call "
+        "accelerate.hooks.remove_hook_from_module(model, recurse=True) first, and dispatch the model after it",
     ),
     "instance": (lambda: linear(forward=lambda x: x), "its forward was replaced on the instance"),
     "hook": (lambda: hooked(nn.Linear(8, 4)), "it has forward_hooks, which would be lost"),

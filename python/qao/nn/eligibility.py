@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import ops
 from ..schemes import FLOAT_DTYPES, Scheme
+from . import offloading
 from .packed_module import PackedModule, Sharded
 
 SHARDED = (
@@ -245,10 +246,7 @@ def _weight(module: nn.Module) -> str | None:
 def _attached(module: nn.Module) -> str | None:
     """The check for hooks and an instance-level forward, which a replacement would lose."""
     if "_hf_hook" in vars(module):
-        return (
-            "a hook of accelerate runs it (device_map, offloading): quantize before dispatch_model, or call "
-            "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
-        )
+        return f"a hook of accelerate runs it (device_map, offloading): {offloading.remedy(module)}"
     # After removing its hook, accelerate leaves the bound forward of the class on the instance.
     own = MethodType(type(module).forward, module)
     if vars(module).get("forward", own) != own:

@@ -13,6 +13,7 @@ from ..ops.rotation import rotated
 from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
 from ..quant_primitives.integer import check_finite
 from ..schemes import FLOAT_DTYPES, Int4Weight, OnePass, PackedWeight, Scheme
+from . import offloading
 
 
 class Updatable:
@@ -120,10 +121,16 @@ def check_weight(module: Any, weight: Tensor, name: str) -> None:
     if tuple(weight.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name}: the weight is {list(weight.shape)}, but this {type(module).__name__} has {expected}")
-    if modes.has_no_numbers(weight) or modes.has_no_numbers(module.qweight):
-        without, which = (weight, "new weight") if modes.has_no_numbers(weight) else (module.qweight, "layer")
-        where = "on meta" if without.is_meta else "a FakeTensor"
-        raise ValueError(f"{name}: the {which} is {where} and has no data. Load it first.")
+    _check_data(weight, f"{name}: the new weight")
+    _check_data(module.qweight, f"{name}: the layer", module)
+
+
+def _check_data(tensor: Tensor, what: str, owner: nn.Module | None = None) -> None:
+    if not modes.has_no_numbers(tensor):
+        return
+    if owner is not None and any(offloading.offloading_hooks(owner)):
+        raise ValueError(f"{what} is offloaded by accelerate: {offloading.remedy(owner)}.")
+    raise ValueError(f"{what} is {'on meta' if tensor.is_meta else 'a FakeTensor'} and has no data. Load it first.")
 
 
 @modes.neutral()
@@ -145,8 +152,9 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
         Names of the requantized layers.
 
     Raises:
-        ValueError: names are missing or unexpected, a shape differs, or a weight holds NaN, Inf or values beyond the
-            range of its scales; every problem with names and shapes is listed. The model is unchanged.
+        ValueError: names are missing or unexpected, a shape differs, a weight holds NaN, Inf or values beyond the range
+            of its scales, or a tensor of the model is on meta or offloaded by accelerate; every problem with names and
+            shapes is listed. The model is unchanged.
         TypeError: the weight of a quantized layer has no float dtype. The model is unchanged.
     """
     state = {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
@@ -157,6 +165,9 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
     weights = _one_each(state, packed)
     for name, module in weights.items():
         check_weight(module, _oriented(packed[name], state[name]), name)
+    for name, own in others.items():
+        if name in state:
+            _check_data(own, f"update_: {name}", layers[name.rpartition(".")[0]])
     largest = _check_values(state, packed, weights)
     importance = _importance(state, packed, weights)
     for name, module in weights.items():

@@ -415,8 +415,9 @@ def _without_files(options: dict[str, Any], device_map: Any, local: Path) -> dic
         raise Unfit(f"from_pretrained: disable_mmap=True: qao reads {local} and always maps files into memory")
     if isinstance(device_map, Mapping) and "disk" in device_map.values():
         raise Unfit(
-            f'from_pretrained: device_map: transformers cannot offload layers of {local} to "disk". Save the model in '
-            "qao's layout first (model.save_pretrained), and load that with AutoModelForCausalLM.from_pretrained"
+            f'from_pretrained: device_map: transformers cannot offload layers of {local} to "disk" while it loads '
+            "them. Load without this device_map, and offload then: accelerate.dispatch_model(model, device_map, "
+            "offload_dir=...)."
         )
     for name in (*_HUB, "subfolder", "variant", "gguf_file", "use_safetensors", "weights_only"):
         options.pop(name, None)

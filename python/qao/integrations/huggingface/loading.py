@@ -82,8 +82,8 @@ class Loader:
             raise ValueError("quantization_config: it says quant_method qao, but names no quantized layers")
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
-                "QaoConfig: layers that are offloaded to disk cannot be quantized while they are loaded. Quantize and "
-                "save the model first, then load it with this device_map."
+                "QaoConfig: layers that are offloaded to disk cannot be quantized while they are loaded. Load without "
+                "this device_map, and offload then: accelerate.dispatch_model(model, device_map, offload_dir=...)."
             )
         if isinstance(device_map, dict):
             check_devices(self._schemes, device_map)
