@@ -145,6 +145,46 @@ def test_a_layer_on_the_disk_since_it_was_loaded_needs_another_load(checkpoint: 
     qao.dequantize_(whole)
 
 
+@pytest.mark.parametrize("kind", ["LoraConfig", "LoHaConfig"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.filterwarnings("ignore:Merging quantizes:UserWarning")
+def test_adapters_merge_into_offloaded_layers(kind: str, how: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    weights = {"init_lora_weights" if kind == "LoraConfig" else "init_weights": False}
+    config = getattr(peft, kind)(r=2, target_modules=["up", "down"], **weights)
+    model = peft.get_peft_model(quantized_model(), config).eval()
+    places = {f"base_model.model.{name}": place for name, place in SPREAD.items()}
+    expected = copy.deepcopy(model).merge_and_unload()
+    offloaded = offload(model, how, tmp_path, places)
+    offloaded.merge_adapter()
+    assert torch.equal(offloaded(IDS), expected(IDS))
+    with pytest.raises(ValueError, match=r"accelerate offloads the base layer.* unmerge_adapter"):
+        offloaded.base_model.model.up.unmerge()
+    offloaded.unmerge_adapter()
+    merged = offloaded.merge_and_unload()
+    assert merged.up.qweight.is_meta and torch.equal(merged(IDS), expected(IDS))
+    qao.save(merged, tmp_path / "merged.safetensors")
+    qao.save(expected, tmp_path / "expected.safetensors")
+    assert (tmp_path / "merged.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "LoHaConfig"])
+def test_adapters_added_after_offloading_are_not_merged(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(r=2, target_modules=["up"])
+    model = offload(quantized_model(), "disk_offload", tmp_path)
+    adapted = peft.get_peft_model(model, config)
+    with pytest.raises(ValueError, match=r"accelerate offloads the base layer.* merge_and_unload of the whole model"):
+        adapted.base_model.model.up.merge()
+    with pytest.raises(ValueError, match=r"default.* is on meta and has no values.*remove_hook_from_module"):
+        adapted.merge_and_unload()
+    model = adapted.unload()
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    model = offload(peft.get_peft_model(model, config), "disk_offload", tmp_path / "again").merge_and_unload()
+    assert torch.equal(model(IDS), quantized_model()(IDS))  # new adapters change nothing
+
+
 def llama(scheme: qao.schemes.Scheme) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -56,7 +56,8 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
         """Add adapters to the weight and quantize the sum.
 
         Raises:
-            ValueError: the sum holds NaN or Inf, which is always checked; nothing is changed then.
+            ValueError: the sum holds NaN or Inf, or a tensor is on meta, which is always checked; nothing is changed
+                then.
         """
         base = self.get_base_layer()
         if not isinstance(base, QuantLinear):  # dequantized since
@@ -65,6 +66,7 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
         names = [n for n in tuners_utils.check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
         if not names:
             return
+        peft_methods.check_data(self, names)
         original = self._original or (base.packed, base.bias)
         present, bias = original
         weight = without = base.scheme.dequantize(
@@ -97,6 +99,7 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
         if not isinstance(base, QuantLinear) or self._original is None:
             super().unmerge()
             return
+        peft_methods.check_data(self, [])
         device = base.qweight.device
         (packed, bias), self._original = self._original, None
         base.set_packed(PackedWeight(*(t if t is None else t.to(device) for t in packed.tensors().values())))  # type: ignore[arg-type]

@@ -171,6 +171,22 @@ def _weight(layer: Layer, upstream: Any) -> Tensor:
 # ---- merging ---------------------------------------------------------------------------------------------------------
 
 
+def check_data(layer: Layer, names: list[str]) -> None:
+    """Raise ValueError if the base layer or an adapter of ``names`` has no values, since PEFT would merge silently."""
+    if layer.get_base_layer().qweight.is_meta:
+        raise ValueError(
+            "accelerate offloads the base layer, or it is on meta. Call merge_adapter, unmerge_adapter or "
+            "merge_and_unload of the whole model, which load offloaded layers. Nothing was changed."
+        )
+    for key, tensor in layer.named_parameters():
+        if tensor.is_meta and not set(names).isdisjoint(key.split(".")):
+            raise ValueError(
+                f"{key} is on meta and has no values, because the base layer was offloaded when PEFT created the "
+                "adapter. Call unload() and accelerate.hooks.remove_hook_from_module(model, recurse=True), add or load "
+                "the adapter, and dispatch the model after it. Nothing was changed in this layer."
+            )
+
+
 def warn_of_rounding(base: PackedModule, packed: PackedWeight, wanted: Tensor, change: Tensor) -> None:
     """Warn of the rounding error of merging into a quantized layer; ``change``: norm of the adapter's delta."""
     lost = (base.dequantize(torch.float32) - wanted).norm() / change
@@ -201,6 +217,7 @@ def _teach_merging(kind: type) -> None:
         names = tuners_utils.check_adapters_to_merge(self, adapter_names)
         if not names:
             return
+        check_data(self, names)
         before = list(self.merged_adapters)
         present, bias = self._before_merging or (base.packed, base._parameters.get("bias"))
         floats = _float_layer(base, present, bias)
@@ -233,6 +250,7 @@ def _teach_merging(kind: type) -> None:
         if not isinstance(base, PackedModule) or self._before_merging is None:
             back(self)
             return
+        check_data(self, [])
         present, bias = self._before_merging
         with _in_place_of(self, base, _float_layer(base, base.packed, base._parameters.get("bias"))):
             back(self)
