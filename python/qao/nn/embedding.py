@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..schemes import PackedWeight, Scheme
+from .attributes import carry_attributes
 from .eligibility import is_embedding, is_scaled, unsupported_for_embeddings, unsupported_reason
 from .linear import pack_weight
 from .packed_module import PackedModule, frozen
@@ -113,7 +114,9 @@ class QuantEmbedding(PackedModule):
             scale = scale.to(packed.qweight.device)
         n, k, padding_idx = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
         dtype = embedding._parameters["weight"].dtype  # type: ignore[union-attr]
-        return cls(n, k, scheme, packed, dtype, padding_idx, scale).train(embedding.training)  # type: ignore[arg-type]
+        made = cls(n, k, scheme, packed, dtype, padding_idx, scale).train(embedding.training)  # type: ignore[arg-type]
+        carry_attributes(embedding, made)
+        return made
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Embedding:
         """An nn.Embedding with the dequantized weight in ``dtype``, or with ``weight`` [N, K]; it starts frozen."""
@@ -126,6 +129,7 @@ class QuantEmbedding(PackedModule):
             floats.register_buffer("embed_scale", scale, persistent=False)
         elif scale is not None:
             floats.embed_scale = scale  # type: ignore[assignment]
+        carry_attributes(self, floats)
         return floats.train(self.training)
 
     def forward(self, ids: Tensor) -> Tensor:

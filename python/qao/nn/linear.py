@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..ops import modes
 from ..schemes import PackedWeight, Scheme
+from .attributes import carry_attributes
 from .eligibility import is_linear, unsupported_bias, unsupported_reason
 from .packed_module import PackedModule, Sharded, frozen
 
@@ -128,6 +129,7 @@ class QuantLinear(PackedModule):
         bias = kernel_bias(linear._parameters["bias"], packed.qweight.device)
         made = cls(in_features, out_features, scheme, packed, bias, weight.dtype).train(linear.training)
         made.stands_for = class_of_linear(linear)
+        carry_attributes(linear, made)
         return made
 
     @classmethod
@@ -173,6 +175,7 @@ class QuantLinear(PackedModule):
         linear.weight = frozen(own)
         if self.bias is not None:
             linear.bias = frozen(self.bias.detach().to(self.dtype, copy=True))
+        carry_attributes(self, linear)
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:

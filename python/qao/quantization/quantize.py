@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..nn.attributes import lost_attributes
 from ..nn.eligibility import is_linear
 from ..nn.embedding import QuantEmbedding, rename_ties
 from ..nn.experts import QuantProjection
@@ -188,6 +189,9 @@ def put(unit: list[Layer], packed: PackedWeight) -> None:
     # Each float module is freed when its replacement exists, so memory never holds two models.
     for layer, module in zip(unit, made, strict=True):
         layer.row.relative_error = packed.relative_error
+        if lost := lost_attributes(layer.module, module):
+            note = f"a quantized layer has its own {', '.join(lost)}: the float layer's is not kept"
+            layer.row.note = note if layer.row.note is None else f"{layer.row.note}; {note}"
         layer.module = module
         for parent, attribute in layer.places:
             put_module(parent, attribute, module)

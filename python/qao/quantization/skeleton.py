@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..nn.attributes import carry_attributes
 from ..nn.eligibility import is_embedding, is_fused, kind_of, projections_of, unsupported_reason
 from ..nn.embedding import QuantEmbedding, rename_ties
 from ..nn.experts import QuantExperts, expert_sizes
@@ -207,4 +208,5 @@ def _make(
             empty = torch.empty_like(bias, device="meta", dtype=dtype) if on_meta else kernel_bias(bias.clone(), device)
         made = QuantLinear(k, n, scheme, packed, empty, dtype)
         made.stands_for = module.stands_for if isinstance(module, QuantLinear) else class_of_linear(module)
+    carry_attributes(module, made)
     return made.train(module.training)
