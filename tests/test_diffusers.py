@@ -247,6 +247,17 @@ def test_a_layer_that_the_file_lacks(part: str, tmp_path: Path) -> None:
     assert type(loaded.proj_out) is torch.nn.Linear
 
 
+@pytest.mark.parametrize("kind", [qao.Int4WeightOnly, qao.Fp4WeightOnly], ids=lambda kind: kind.word)
+def test_group_offload_to_disk(kind: type[qao.Scheme], tmp_path: Path) -> None:
+    model = flux().eval()
+    qao.quantize_(model, kind())
+    expected = run(model)
+    cpu = torch.device("cpu")
+    model.enable_group_offload(onload_device=cpu, offload_type="leaf_level", offload_to_disk_path=str(tmp_path))
+    assert any(tmp_path.iterdir())  # safetensors files, in which tensors start anywhere
+    assert torch.equal(run(model), expected) and torch.equal(run(model), expected)
+
+
 def test_what_diffusers_does_with_a_quantized_model(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     from peft import LoraConfig

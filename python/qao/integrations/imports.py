@@ -69,6 +69,7 @@ def register_part(module: str, function: str = "register") -> None:
 # A module of another library, and the module of this package that defines its ``register``.
 _PARTS = {
     "accelerate": "huggingface.accelerate",
+    "diffusers.hooks.group_offloading": "huggingface.group_offload",
     "diffusers.quantizers.auto": "huggingface.diffusers",
     "peft": "huggingface.peft",
     "torch.distributed.checkpoint.state_dict_loader": "torch.distributed_checkpoint",
