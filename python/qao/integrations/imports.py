@@ -70,6 +70,8 @@ def register_part(module: str, function: str = "register") -> None:
 _PARTS = {
     "accelerate": "huggingface.accelerate",
     "diffusers.hooks.group_offloading": "huggingface.group_offload",
+    "diffusers.models.attention": "huggingface.fused_projections",
+    "diffusers.models.attention_processor": "huggingface.fused_projections",
     "diffusers.quantizers.auto": "huggingface.diffusers",
     "peft": "huggingface.peft",
     "torch.distributed.checkpoint.state_dict_loader": "torch.distributed_checkpoint",
