@@ -613,11 +613,21 @@ def test_configs_of_others() -> None:
         (transformers.BitsAndBytesConfig(load_in_4bit=True), "Int4WeightOnly"),
         (transformers.BitsAndBytesConfig(load_in_8bit=True), "Int8WeightOnly"),
         (transformers.GPTQConfig(bits=4), "Int4WeightOnly"),
+        (transformers.GPTQConfig(bits=8), "Int8WeightOnly"),
         (transformers.AwqConfig(), "Int4WeightOnly"),
+        (transformers.QuantoConfig(weights="int4"), "Int4WeightOnly"),
+        (transformers.QuantoConfig(weights="float8"), "Float8WeightOnly"),
+        (transformers.QuantoConfig(weights="int8", activations="int8"), "Int8DynamicActivationInt8Weight"),
+        (transformers.EetqConfig("int8"), "Int8WeightOnly"),
     ):
-        for call in (lambda: qao.quantize_(model, config), lambda: qao.QaoConfig(config)):  # noqa: B023
-            with pytest.raises(TypeError, match=rf"the equivalent in qao is qao\.{name}\(\)"):
+        for call in (
+            lambda: qao.quantize_(model, config),  # noqa: B023
+            lambda: qao.QaoConfig(config),  # noqa: B023
+            lambda: qao.from_pretrained("a/b", quantization_config=config),  # noqa: B023
+        ):
+            with pytest.raises(TypeError, match=rf"the equivalent in qao is qao\.{name}\(\)") as error:
                 call()
+            assert len(str(error.value)) < 300  # some configs have long texts
 
 
 def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,10 @@ _CLASSES = {
     "AwqConfig": _FOUR,
     "HqqConfig": _FOUR,
     "AutoRoundConfig": _FOUR,
+    "SinqConfig": _FOUR,
+    "MetalConfig": _FOUR,
+    "EetqConfig": _NAMES["int8"],
+    "NVFP4Config": 'qao.Fp4WeightOnly("nvfp4")',
     "Mxfp4Config": _NAMES["fp4"],
     "FbgemmFp8Config": _NAMES["fp8_fp8"],
     "FineGrainedFP8Config": 'qao.Float8DynamicActivationFloat8Weight("block")',
@@ -69,13 +73,24 @@ def counterpart(given: Any) -> str | None:
     if kind == "TorchAoConfig":
         inner = getattr(given, "quant_type", None)
         return None if inner is None else counterpart(inner)
-    return _CLASSES.get(kind)
+    if kind == "QuantoConfig":  # "weights" in transformers, "weights_dtype" in diffusers
+        weights = getattr(given, "weights", None) or getattr(given, "weights_dtype", "")
+        return counterpart(f"{getattr(given, 'activations', None) or ''}{weights}".replace("float8", "fp8"))
+    found = _CLASSES.get(kind)
+    return _NAMES["int8"] if found == _FOUR and _bits(given) == 8 else found
 
 
-def hint(given: Any) -> str:
-    """ "; ..." for the end of an error message; "" where nothing is known."""
-    found = counterpart(given)
-    return "" if found is None else f"; the equivalent in qao is {found}"
+def _bits(config: Any) -> Any:
+    """Bits of a weight in a config of another library; None: unknown."""
+    hqq = (getattr(config, "quant_config", None) or {}).get("weight_quant_params", {})
+    return getattr(config, "bits", None) or getattr(config, "nbits", None) or hqq.get("nbits")
+
+
+def described(given: Any) -> str:
+    """A value in an error message, with qao's counterpart where it is known. Configs may have long texts."""
+    text, found = repr(given), counterpart(given)
+    text = type(given).__name__ if len(text) > 80 or "\n" in text else text
+    return text if found is None else f"{text}; the equivalent in qao is {found}"
 
 
 def word_hint(word: str) -> str | None:

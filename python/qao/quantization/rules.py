@@ -37,10 +37,10 @@ def selector(
 ) -> Selection:
     if isinstance(scheme, type) or not (isinstance(scheme, (Scheme, Mapping)) or callable(scheme)):
         own = isinstance(scheme, type) and issubclass(scheme, Scheme)
-        hint = f"; did you mean {scheme.__name__}()?" if own else _words.hint(scheme)
+        given = f"{scheme!r}; did you mean {scheme.__name__}()?" if own else _words.described(scheme)
         raise TypeError(
             "quantize_: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, or a "
-            f"function of (module, fqn), not {scheme!r}{hint}"
+            f"function of (module, fqn), not {given}"
         )
     kept = {layer.row.name: layer.excluded for layer in found.linears if layer.excluded is not None}
     if isinstance(scheme, Scheme):

@@ -58,7 +58,7 @@ class QaoConfig:
         if not all(one is None or isinstance(one, Scheme) for one in schemes):
             raise TypeError(
                 "QaoConfig: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, "
-                f"or None, not {scheme!r}{_words.hint(scheme)}"
+                f"or None, not {_words.described(scheme)}"
             )
         if isinstance(modules_to_not_convert, str):
             raise TypeError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ... import _words
 from ...ops import modes
 from ...schemes import FLOAT_DTYPES, Fp4WeightOnly, Scheme
 from .config import QaoConfig
@@ -129,8 +130,8 @@ def _quantization(scheme: _Schemes | None, embeddings: bool, options: dict[str, 
         given = read
     if not isinstance(given, QaoConfig):
         raise TypeError(
-            f"from_pretrained: quantization_config must be a qao.QaoConfig or a scheme, not {type(given).__name__}; "
-            "transformers loads models that other libraries quantize"
+            f"from_pretrained: quantization_config must be a qao.QaoConfig or a scheme, not "
+            f"{_words.described(given)}. transformers loads models that other libraries quantize."
         )
     if embeddings and not given.embeddings:
         given = copy.deepcopy(given)
