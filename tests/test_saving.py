@@ -192,6 +192,11 @@ def test_a_full_disk_changes_nothing_and_the_error_names_the_path(tmp_path: Path
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
+def test_an_error_of_the_directory_names_the_path_that_was_given() -> None:
+    with pytest.raises(OSError, match="'/proc/x.safetensors'"):  # not the temporary file; root cannot write there
+        qao.save(nn.Sequential(nn.Linear(4, 4)), "/proc/x.safetensors")
+
+
 def test_a_stopped_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     qao.save(Tied(), tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()

@@ -135,11 +135,11 @@ class ShardWriter:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors of the disk name the output."""
+        """Errors of the disk name the output, not the temporary files."""
         try:
             yield
         except OSError as error:
-            error.filename = error.filename or str(self._directory / (self._name or ""))
+            error.filename = str(self._directory / (self._name or ""))
             raise
 
     def _begin(self) -> None:
