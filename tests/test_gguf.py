@@ -516,6 +516,14 @@ def test_lies(lie: str, tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix"])
+def test_files_that_are_not_models(kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", float_model("llama"), "F16", lambda writer: writer.add_type(kind))
+    with pytest.raises(CheckpointError, match=f"a file of type '{kind}', which is not a whole model"):
+        open_checkpoint(path)
+    open_checkpoint(write(tmp_path / "y.gguf", float_model("llama"), "F16", lambda writer: writer.add_type("model")))
+
+
 HEAD_WEIGHT = struct.pack("<Q", 13) + b"output.weight"  # not attn_output.weight
 
 

@@ -16,6 +16,7 @@ from ..base import CheckpointError
 from .file import GgufFile, GgufParts
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by architecture
+_REMEDY = "Open the model's own file; merge adapters (LoRA) into the float model first"
 _PERMUTED = ("llama",)  # architectures with rows of q and k that llama.cpp reorders
 
 _LINEAR = {
@@ -50,7 +51,9 @@ class Model:
 
     def __init__(self, file: GgufFile | GgufParts) -> None:
         self._file = file
-        arch = file.metadata.get("general.architecture")
+        arch, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+        if kind not in (None, "model"):
+            raise CheckpointError(f"{file.path}: a file of type {kind!r}, which is not a whole model. {_REMEDY}")
         if arch not in CLASSES:
             raise CheckpointError(f"{file.path}: architecture {arch!r} is not supported, only {', '.join(CLASSES)}")
         if isinstance(file, GgufFile) and file.metadata.get("split.count", 1) not in (0, 1):
