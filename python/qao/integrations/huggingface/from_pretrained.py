@@ -15,14 +15,12 @@ import torch
 
 from ... import _words
 from ...ops import modes
-from ...schemes import FLOAT_DTYPES, Fp4WeightOnly, Scheme
+from ...schemes import Fp4WeightOnly, Scheme
 from .config import QaoConfig
 from .lazy_state import LazyValue, lazy_state
 from .loading import Unfit
+from .model_class import CODE, HUB, concrete_class, configuration, dtype_of, model_class
 
-# Arguments of transformers' from_pretrained that locate a repository and its files.
-_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies")
-_CODE = ("trust_remote_code", "code_revision")
 _Schemes = Scheme | Mapping[str, Scheme | None]
 
 
@@ -173,7 +171,7 @@ def _local(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
         gguf_file=gguf_file,
         code=bool(options.get("trust_remote_code")),
         pickles=options.get("use_safetensors") is False,
-        **{key: options[key] for key in _HUB if key in options and key != "proxies"},
+        **{key: options[key] for key in HUB if key in options and key != "proxies"},
     )
     if not local.is_dir():
         for name in ("subfolder", "variant", "gguf_file"):
@@ -262,11 +260,11 @@ def _with_adapter(
 def _from_floats(request: _Request, content: dict[str, Any], quantization: QaoConfig, options: dict[str, Any]) -> Any:
     """Load with transformers' own from_pretrained and a quantization config."""
     options = dict(options)
-    code = {key: options.pop(key) for key in _CODE if key in options}
-    hub = {key: options.pop(key) for key in (*_HUB, "subfolder") if key in options}
+    code = {key: options.pop(key) for key in CODE if key in options}
+    hub = {key: options.pop(key) for key in (*HUB, "subfolder") if key in options}
     source = None if request.path is None else str(_expanded(request.path))
-    config, options = _config(content, source, options, {**hub, **code})
-    cls = _model_class(config, request.auto_class)
+    config, options = configuration(content, source, options, {**hub, **code})
+    cls = model_class(config, request.auto_class)
     if not hasattr(cls, "_model_mapping"):
         code.pop("code_revision", None)
     dtype = request.dtype or "auto"
@@ -353,14 +351,14 @@ def _from_state(
     from ...checkpoints import CheckpointError
 
     options = _without_files(dict(options), request.device_map, local)
-    code = {key: options.pop(key) for key in _CODE if key in options}
+    code = {key: options.pop(key) for key in CODE if key in options}
     wants_info, renaming = options.pop("output_loading_info", False), options.pop("key_mapping", None) or {}
     adapter = {key: options.pop(key) for key in ("adapter_name", "adapter_kwargs") if key in options}
     directory = local if local.is_dir() else local.parent
-    config, options = _config(checkpoint.config, str(directory), options, code, local.suffix != ".gguf")
+    config, options = configuration(checkpoint.config, str(directory), options, code, local.suffix != ".gguf")
     if options.get("tie_word_embeddings") is None and getattr(config, "tie_word_embeddings", False):
         _check_tied(config, checkpoint)
-    cls, config = _concrete(_model_class(config, request.auto_class), config, str(directory), code)
+    cls, config = concrete_class(model_class(config, request.auto_class), config, str(directory), code)
     later = None  # the scheme for float layers of a partly quantized checkpoint
     if checkpoint.layers:
         later = quantization
@@ -370,7 +368,7 @@ def _from_state(
     elif quantization is not None:
         options["quantization_config"] = quantization
     state = {renamed(name, renaming): value for name, value in lazy_state(checkpoint).items()}
-    dtype = request.dtype or _dtype(config, checkpoint)
+    dtype = request.dtype or dtype_of(config, checkpoint)
     given = {"config": config, "state_dict": state, "dtype": dtype, "device_map": request.device_map}
     model, info = cls.from_pretrained(None, *request.model_args, output_loading_info=True, **given, **options)
     original = {renamed(name, renaming): name for name in checkpoint.others}
@@ -420,7 +418,7 @@ def _without_files(options: dict[str, Any], device_map: Any, local: Path) -> dic
             "them. Load without this device_map, and offload then: accelerate.dispatch_model(model, device_map, "
             "offload_dir=...)."
         )
-    for name in (*_HUB, "subfolder", "variant", "gguf_file", "use_safetensors", "weights_only"):
+    for name in (*HUB, "subfolder", "variant", "gguf_file", "use_safetensors", "weights_only"):
         options.pop(name, None)
     return options
 
@@ -491,111 +489,3 @@ def _mismatched(cls: Any, config: Any, state: Mapping[str, LazyValue]) -> list[s
         for name, value in state.items()
         if name in own and own[name].shape != value.shape
     ]
-
-
-# ---- configuration and class
-
-
-def _config(
-    content: dict[str, Any], source: str | None, options: dict[str, Any], more: dict[str, Any], from_file: bool = True
-) -> tuple[Any, dict[str, Any]]:
-    """The model's configuration without its quantization settings, and the remaining options.
-
-    As in transformers, options that are configuration attributes set them, unless a whole configuration is given.
-    """
-    import transformers
-
-    given = options.pop("config", None)
-    if given is not None and not isinstance(given, (str, os.PathLike, transformers.PretrainedConfig)):
-        raise TypeError(f"from_pretrained: config must be a configuration or a path, not {type(given).__name__}")
-    source = os.fspath(given) if isinstance(given, (str, os.PathLike)) else source
-    if isinstance(given, transformers.PretrainedConfig):
-        config, rest = copy.deepcopy(given), options
-    elif source is not None and (from_file or given is not None) and (content or given is not None):
-        config, rest = transformers.AutoConfig.from_pretrained(source, return_unused_kwargs=True, **more, **options)
-        for name in (*_HUB, "subfolder", "_from_auto", "name_or_path", *_CODE):
-            rest.pop(name, None)
-    elif "model_type" in content:
-        cls = type(transformers.AutoConfig.for_model(**copy.deepcopy(content)))
-        config, rest = cls.from_dict(copy.deepcopy(content), return_unused_kwargs=True, **options)
-    else:
-        from ...checkpoints import CheckpointError
-
-        raise CheckpointError(f"{source}: no config.json describes the model; use qao.load(path, model)")
-    for part in (config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))):
-        quantization = getattr(part, "quantization_config", None)
-        if isinstance(quantization, dict) and quantization.get("quant_method") == "qao" and quantization.get("dtype"):
-            stored: Any = QaoConfig.from_dict(quantization)
-            config.dtype = stored.dtype  # a dtype, not its name: Apertus creates tensors with it
-        if quantization is not None:
-            del part.quantization_config
-    return config, rest
-
-
-def _model_class(config: Any, auto_class: Any) -> Any:
-    """The class of the model: ``auto_class``, or the class that the configuration names.
-
-    The latter is a transformers class, a registered one, or an Auto class if the repository has custom code.
-    """
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    if isinstance(auto_class, str):
-        found = getattr(transformers, auto_class, None)
-        if found is None:
-            raise ValueError(f"from_pretrained: auto_class: transformers has no {auto_class!r}")
-        return found
-    if auto_class is not None:
-        return auto_class
-    named = (getattr(config, "architectures", None) or [""])[0]
-    code = {name: str(ref).rpartition(".")[2] for name, ref in (getattr(config, "auto_map", None) or {}).items()}
-    models = [name for name in code if name.startswith("AutoModel") and hasattr(transformers, name)]
-    best = [name for name in models if code[name] == named]
-    best += [name for name in ("AutoModelForCausalLM", "AutoModel") if name in models and not named]
-    if best:
-        return getattr(transformers, best[0])
-    own = getattr(transformers, named, None) if named else None
-    if own is not None:
-        return own
-    for auto in vars(modeling_auto).values():
-        registered = getattr(getattr(auto, "_model_mapping", None), "_extra_content", {}).get(type(config))
-        for one in registered if isinstance(registered, (list, tuple)) else [registered]:
-            if one is not None and one.__name__ == named:
-                return one
-    raise ValueError(
-        f"from_pretrained: config.json names the class {named!r}, which transformers does not have. Pass "
-        "auto_class, for example transformers.AutoModelForCausalLM."
-    )
-
-
-def _concrete(cls: Any, config: Any, source: str, code: dict[str, Any]) -> tuple[Any, Any]:
-    """The class that an Auto class selects, and its part of the configuration."""
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module, resolve_trust_remote_code
-    from transformers.models.auto.auto_factory import _get_model_class, add_generation_mixin_to_remote_model
-
-    if not hasattr(cls, "_model_mapping"):
-        return cls, config
-    reference = (getattr(config, "auto_map", None) or {}).get(cls.__name__)
-    known = type(config) in cls._model_mapping
-    trusted = resolve_trust_remote_code(code.get("trust_remote_code"), source, known, reference is not None)
-    local = _get_model_class(config, cls._model_mapping) if known else None
-    if reference is not None and trusted and (local is None or local.__module__.startswith("transformers.")):
-        more = {key: code[key] for key in ("code_revision",) if code.get(key) is not None}
-        return add_generation_mixin_to_remote_model(get_class_from_dynamic_module(reference, source, **more)), config
-    if local is None:
-        raise ValueError(f"from_pretrained: auto_class: {cls.__name__} has no model for {type(config).__name__}")
-    inner = (getattr(config, "sub_configs", None) or {}).get("text_config")
-    if inner is not None and getattr(local, "config_class", None) is inner:
-        config = config.get_text_config()
-    return local, config
-
-
-def _dtype(config: Any, checkpoint: Any) -> torch.dtype:
-    """The dtype of the config, else of the largest unquantized tensor."""
-    given = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    if isinstance(given, str):
-        given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)
-    if isinstance(given, torch.dtype):
-        return given
-    floats = [found for found in map(checkpoint.shape_dtype, checkpoint.others) if found[1].is_floating_point]
-    return max(floats, key=lambda found: torch.Size(found[0]).numel())[1] if floats else torch.float32
