@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._words import METHODS as METHODS
 from ..nn.linear import pack_weight
+from ..nn.model_check import check_module
 from ..nn.packed_module import Sharded
 from ..ops import modes
 from ..quantization import fused_experts, quantize
@@ -75,6 +76,7 @@ def calibrate(
     The model runs under the caller's torch modes (autocast, TF32, default dtype ...); statistics and weights are always
     computed in float32 and float64.
     """
+    check_module(model, "calibrate")
     if method not in METHODS:
         raise ValueError(f"calibrate: method must be one of {', '.join(METHODS)}, not {method!r}")
     if not (isinstance(damping, (int, float)) and 0 < damping <= 1):

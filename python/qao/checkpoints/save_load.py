@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import _moved
 from ..nn import marker
+from ..nn.model_check import check_module
 from ..nn.packed_module import PackedModule
 from ..nn.saved_codes import SavedCodes
 from ..ops import modes
@@ -54,6 +55,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
         ValueError: a tensor is on meta and has no values, or its dtype is not written.
         OSError: for example, the disk is full. Files of an earlier save are unchanged.
     """
+    check_module(model, "save")
     path = Path(path)
     with onloaded(model):
         state = unwrapped(model).state_dict()
@@ -109,6 +111,7 @@ def load(
         from ..integrations.huggingface.from_pretrained import from_pretrained
 
         return from_pretrained(path, device=device, **options)  # type: ignore[no-any-return]
+    check_module(model, "load")
     if options:
         raise TypeError(f"load: {', '.join(options)} are for models that a config.json describes, not for a model")
     from .files import TensorFiles

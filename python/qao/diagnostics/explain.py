@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._words import counted
 from ..nn.linear import QuantLinear
+from ..nn.model_check import check_module
 from ..quantization import targets
 from ..quantization.report import common_name, table
 from ..quantization.rules import selector
@@ -98,6 +99,7 @@ def explain(
     Raises:
         Exception: whatever the model raises in eager mode. Errors of torch.compile are part of the result.
     """
+    check_module(model, "explain")
     model = getattr(model, "_orig_mod", model)
     calls = [_call(model, arguments, kwargs) for arguments in (inputs, *more)]
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}

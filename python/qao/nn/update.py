@@ -14,6 +14,7 @@ from ..quant_primitives.importance import importance_part, importance_sources, i
 from ..quant_primitives.integer import check_finite
 from ..schemes import FLOAT_DTYPES, Int4Weight, OnePass, PackedWeight, Scheme
 from . import offloading
+from .model_check import check_module
 
 
 class Updatable:
@@ -157,6 +158,7 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
             shapes is listed. The model is unchanged.
         TypeError: the weight of a quantized layer has no float dtype. The model is unchanged.
     """
+    check_module(model, "update_")
     state = {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
     layers = {name.replace("_orig_mod.", ""): m for name, m in model.named_modules(remove_duplicate=False)}
     packed = {f"{name}.weight".lstrip("."): m for name, m in layers.items() if isinstance(m, Updatable)}

@@ -8,6 +8,7 @@ from torch import nn
 from ..nn.eligibility import unsupported_reason
 from ..nn.embedding import rename_ties
 from ..nn.experts import QuantExperts, QuantProjection
+from ..nn.model_check import check_module
 from ..nn.packed_module import PackedModule, Sharded
 from ..ops import modes
 from . import listeners
@@ -31,6 +32,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
         TypeError: ``model`` is itself a quantized layer, which cannot be replaced in place.
         ValueError: a layer has hooks, which would be lost, or is sharded (qao.distributed). The model is unchanged.
     """
+    check_module(model, "dequantize_")
     if isinstance(model, PackedModule):
         raise TypeError(
             f"dequantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "

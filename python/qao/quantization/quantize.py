@@ -15,6 +15,7 @@ from ..nn.eligibility import is_linear
 from ..nn.embedding import QuantEmbedding, rename_ties
 from ..nn.experts import QuantProjection
 from ..nn.linear import QuantLinear, pack_weight
+from ..nn.model_check import check_module
 from ..nn.packed_module import PackedModule, Sharded
 from ..ops import modes
 from ..quant_primitives.importance import importance_part, importance_sources, inferred_importance
@@ -129,6 +130,7 @@ def plan(
     strict: bool,
 ) -> Plan:
     """Raises and warns as ``quantize_`` does, without changing the model."""
+    check_module(model, "quantize_")
     if is_linear(model):
         raise TypeError(
             f"quantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "
