@@ -37,9 +37,16 @@ assert "int4_mm" in OPS
 # ---- code and commands -----------------------------------------------------------------------------------------------
 
 RUN_PAGES = [page for page in PAGES if any(blocks(page, "python", *SHELLS))]
+SLOW_PAGES = ("compile.md",)  # an AOTInductor package takes minutes on a machine with many CPU features
 
 
-@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.early] if page.name in SLOW_PAGES else [])
+        for page in RUN_PAGES
+    ],
+)
 def test_a_page_runs(page: Path, tmp_path: Path) -> None:
     if missing := missing_packages(page):
         pytest.skip(f"needs {', '.join(missing)}")
