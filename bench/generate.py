@@ -8,10 +8,7 @@ decoding step that the user compiles by hand, with a static cache and CUDA graph
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import io
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,23 +17,22 @@ from typing import Any
 
 import qao
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .llama_model import COMMON, PRESETS, cache_keyword
+from .llama import BASELINE, check_logits
+from .llama_model import COMMON, PRESETS, cache_keyword, weights_mib
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
 from .result_files import earlier, write
 from .schemes import LAYER_SCHEMES, without_search
+from .timing import seconds_of
 
-BASELINE = "bf16"
 HEAD = "lm_head"
 CONTENDERS = (BASELINE, *sorted(LAYER_SCHEMES), *(f"{word}, bf16 head" for word in sorted(LAYER_SCHEMES)))
 CONTEXT = 512  # tokens of the prompt
 STEPS = 64  # timed tokens
 _FIRST = 16  # new tokens of the shorter call, which the time of the longer one is compared with
 _ROUNDS = 3
-# As in llama.py: rounding differs between eager and compiled steps. Unrelated results differ by 1.4.
-_MAX_DIFFERENCE = 0.7
 WAYS = {
     "eager": "`generate()`",
     "static": '`generate(cache_implementation="static")`',
@@ -68,29 +64,24 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
         torch._dynamo.reset()
         model = _model(arguments, word)
         about = {"model": arguments.model, "layers": model.config.num_hidden_layers, "scheme": word}
-        about |= {"batch": arguments.batch, "weights_mib": _mebibytes(model)}
+        about |= {"batch": arguments.batch, "weights_mib": weights_mib(model)}
         torch.manual_seed(1)
         ids = torch.randint(model.config.vocab_size, (arguments.batch, arguments.context), device=model.device)
         expected: Tensor | None = None
         for way in arguments.ways:
             row, logits = _WAYS[way](model, ids, arguments)
             expected = logits if expected is None else expected
-            _check(logits, expected, f"{word}, {way}")
+            check_logits(logits, expected, f"{word}, {way}")
             row = about | {"way": way} | row
             print(f"{word:<20} {way:<9} {row['tokens_s']:8.1f} tokens/s, first call {row['first_s']:.1f} s", flush=True)
             kept[_key(row)] = row
-            with contextlib.redirect_stdout(io.StringIO()):
-                write({"meta": meta, "rows": list(kept.values())}, path)
+            write({"meta": meta, "rows": list(kept.values())}, path)
         del model
     return {"meta": meta, "rows": list(kept.values())}
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("model", "layers", "scheme", "batch", "way"))
-
-
-def _mebibytes(model: nn.Module) -> float:
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**20
 
 
 def _model(arguments: argparse.Namespace, word: str) -> Any:
@@ -125,10 +116,13 @@ def _generate(
             **options, **more,
         )  # fmt: skip
 
-    first_s = _seconds(partial(call, _FIRST + arguments.steps), ids.device)  # first the longer: its cache serves both
+    first_s = seconds_of(
+        partial(call, _FIRST + arguments.steps), 1, ids.device.type
+    )  # first the longer: its cache serves both
     call(_FIRST)
     rounds = [
-        [_seconds(partial(call, _FIRST + more), ids.device) for more in (arguments.steps, 0)] for _ in range(_ROUNDS)
+        [seconds_of(partial(call, _FIRST + more), 1, ids.device.type) for more in (arguments.steps, 0)]
+        for _ in range(_ROUNDS)
     ]
     long, short = (median(times) for times in zip(*rounds, strict=True))
     logits = call(2, output_logits=True, return_dict_in_generate=True).logits[1]
@@ -158,9 +152,9 @@ def _compiled(model: Any, ids: Tensor, arguments: argparse.Namespace) -> tuple[d
             if not logits:
                 logits.append(here.clone())
 
-    first_s = _seconds(partial(steps, 1), ids.device)
+    first_s = seconds_of(partial(steps, 1), 1, ids.device.type)
     steps(_FIRST - 1)  # among them, those that record the CUDA graph
-    seconds = median(_seconds(partial(steps, arguments.steps), ids.device) for _ in range(_ROUNDS))
+    seconds = median(seconds_of(partial(steps, arguments.steps), 1, ids.device.type) for _ in range(_ROUNDS))
     return {"tokens_s": ids.shape[0] * arguments.steps / seconds, "first_s": first_s}, logits[0]
 
 
@@ -169,22 +163,6 @@ _WAYS: dict[str, Callable[..., tuple[dict[str, Any], Tensor]]] = {
     "static": partial(_generate, {"cache_implementation": "static"}),
     "compiled": _compiled,
 }
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - start
-
-
-def _check(logits: Tensor, expected: Tensor, what: str) -> None:
-    """Whether the logits of the first decoded token are those of the first way."""
-    difference = ((logits.float() - expected.float()).norm() / expected.float().norm()).item()
-    if not difference < _MAX_DIFFERENCE:
-        raise RuntimeError(f"{what}: logits differ by {difference:.3g}")
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .llama_model import PRESETS, VARIANTS, Inputs, Model, Step
+from .llama_model import PRESETS, VARIANTS, Inputs, Model, Step, weights_mib
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
 from .result_files import same_setting
@@ -132,7 +132,7 @@ def _contender(request: Run, name: str, word: str, variant: str, logits: dict[An
     torch._dynamo.reset()
     model = Model(name, request.layers, LAYER_SCHEMES.get(word), variant, request.device, request.quantize_head)
     about = {"model": name, "layers": model.layers, "scheme": word, "variant": variant}
-    about["weights_mib"] = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) / 2**20
+    about["weights_mib"] = weights_mib(model)
     print(f"\n{name}, {model.layers} layers, {word}, {variant}: {about['weights_mib']:.0f} MiB of weights")
     cases = [("decode", batch) for batch in request.batches] + ([("prefill", 1)] if request.prompt else [])
     for i, (phase, batch) in enumerate(cases):
@@ -142,7 +142,7 @@ def _contender(request: Run, name: str, word: str, variant: str, logits: dict[An
         with _no_caches() if i == 0 else contextlib.nullcontext():
             row, result = _case(model, inputs, request.device, request.compile(variant))
         before = logits.setdefault((phase, batch), result)
-        _check(result, before, f"{name}, {word}, {phase} {batch}: {variant} against {request.variants[0]}")
+        check_logits(result, before, f"{name}, {word}, {phase} {batch}: {variant} against {request.variants[0]}")
         row["compile_s"] = row["compile_s"] if i == 0 else None
         row = about | {"phase": phase, "batch": batch, "tokens": inputs.tokens.numel()} | row
         _print_row(row)
@@ -168,7 +168,7 @@ def _case(model: Model, inputs: Inputs, device: str, compile: Callable[[Any], An
     result = compiled()
     synchronize()
     compile_s = time.perf_counter() - start
-    _check(result, expected, "compiled against eager")
+    check_logits(result, expected, "compiled against eager")
     compiled_host = _host_s(compiled, synchronize)
     moments.append(_eager_s(eager, device, synchronize))
     call: Callable[[], object] = capture(compiled).replay if device == "cuda" else compiled
@@ -201,7 +201,7 @@ def _host_s(call: Callable[[], object], synchronize: Callable[[], None]) -> floa
     return median(samples)
 
 
-def _check(result: Tensor, expected: Tensor, what: str) -> None:
+def check_logits(result: Tensor, expected: Tensor, what: str) -> None:
     difference = ((result.float() - expected.float()).norm() / expected.float().norm()).item()
     if not difference < _MAX_DIFFERENCE:
         raise RuntimeError(f"{what}: logits differ by {difference:.3g}")

@@ -122,6 +122,10 @@ class Model(nn.Module):
         self.summands = {"plain": 1, "fused": 2}[variant]  # tensors of the residual stream passed between blocks
 
 
+def weights_mib(model: nn.Module) -> float:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**20
+
+
 class Inputs(NamedTuple):
     """Inputs of one pass. The next token overwrites the last one."""
 

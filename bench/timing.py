@@ -39,7 +39,7 @@ def rotation(tensors: tuple[Tensor, ...], copies: int) -> Iterator[tuple[Tensor,
     return cycle([tensors, *(tuple(t.clone() for t in tensors) for _ in range(copies - 1))])
 
 
-def _sample(call: Call, repeats: int, device: str) -> float:
+def seconds_of(call: Call, repeats: int, device: str) -> float:
     """Seconds of a call, including synchronization."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     synchronize()
@@ -66,7 +66,7 @@ def interleaved(
     def sample(call: Call, repeats: int) -> float:
         if warm:
             call()
-        return _sample(call, repeats, device)
+        return seconds_of(call, repeats, device)
 
     first = [min(sample(call, 1), sample(call, 1)) for call in calls]
     shortest = _SHORTEST_WARM_SAMPLE_S if warm else _SHORTEST_SAMPLE_S[device]
@@ -98,7 +98,7 @@ class Graph:
 
     def __init__(self, call: Call, copies: int, floor_s: float) -> None:
         turns = math.ceil(min(_MAX_GRAPH_CALLS, _GRAPH_S / floor_s) / copies)
-        once = min(_sample(call, 1, "cuda"), _sample(call, 1, "cuda"))  # a busy host may delay one
+        once = min(seconds_of(call, 1, "cuda"), seconds_of(call, 1, "cuda"))  # a busy host may delay one
         self.calls = 1 if once > _SLOW_CALL_S else turns * copies
         self.graph = capture(call, self.calls)
 

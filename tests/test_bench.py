@@ -309,11 +309,11 @@ def test_the_likeliest_token() -> None:
 
 def test_a_decoder_that_computes_something_else_is_refused() -> None:
     x = torch.randn(2, 64)
-    llama._check(x * 1.1, x, "nearly the same")
+    llama.check_logits(x * 1.1, x, "nearly the same")
     with pytest.raises(RuntimeError, match="fused: logits differ by 1."):
-        llama._check(x.roll(1), x, "fused")
+        llama.check_logits(x.roll(1), x, "fused")
     with pytest.raises(RuntimeError, match="nan"):
-        llama._check(x * torch.nan, x, "fused")
+        llama.check_logits(x * torch.nan, x, "fused")
 
 
 @pytest.mark.parametrize("preset", ["tiny", "qwen2.5-0.5b"])
