@@ -3,7 +3,7 @@
 
 #include "cpu/embedding.h"
 #include "int4_operands.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace qao {
 namespace {
@@ -40,11 +40,9 @@ Tensor gather(const Op& op, const Argument& ids, const Tensor& ids_tensor, const
   return out;
 }
 
-}  // namespace
-
-Tensor int4_embedding_op(const Tensor& ids_tensor, const Tensor& weight_tensor, const Tensor& scales_tensor,
-                         int64_t num_embeddings, int64_t embedding_dim, int64_t group_size,
-                         torch::headeronly::ScalarType dtype) {
+Tensor int4_embedding(const Tensor& ids_tensor, const Tensor& weight_tensor, const Tensor& scales_tensor,
+                      int64_t num_embeddings, int64_t embedding_dim, int64_t group_size,
+                      torch::headeronly::ScalarType dtype) {
   Op op("int4_embedding");
   const Argument ids("ids", ids_tensor), weight("weight", weight_tensor), scales("scales", scales_tensor);
   op.involve(&ids), op.involve(&weight), op.involve(&scales);
@@ -65,8 +63,8 @@ Tensor int4_embedding_op(const Tensor& ids_tensor, const Tensor& weight_tensor, 
   return gather(op, ids, ids_tensor, weight, problem, arguments, dtype);
 }
 
-Tensor int8_embedding_op(const Tensor& ids_tensor, const Tensor& weight_tensor, const Tensor& scales_tensor,
-                         torch::headeronly::ScalarType dtype) {
+Tensor int8_embedding(const Tensor& ids_tensor, const Tensor& weight_tensor, const Tensor& scales_tensor,
+                      torch::headeronly::ScalarType dtype) {
   Op op("int8_embedding");
   const Argument ids("ids", ids_tensor), weight("weight", weight_tensor), scales("scales", scales_tensor);
   op.involve(&ids), op.involve(&weight), op.involve(&scales);
@@ -86,5 +84,17 @@ Tensor int8_embedding_op(const Tensor& ids_tensor, const Tensor& weight_tensor, 
   arguments.scales = scales.data();
   return gather(op, ids, ids_tensor, weight, problem, arguments, dtype);
 }
+
+constexpr Operator kOperators[] = {
+    operator_of<"int4_embedding", int4_embedding>(
+        "int4_embedding(Tensor ids, Tensor weight, Tensor scales, int num_embeddings, int embedding_dim, "
+        "int group_size, ScalarType dtype) -> Tensor"),
+    operator_of<"int8_embedding", int8_embedding>(
+        "int8_embedding(Tensor ids, Tensor weight, Tensor scales, ScalarType dtype) -> Tensor"),
+};
+
+}  // namespace
+
+Operators embedding_operators() { return kOperators; }
 
 }  // namespace qao

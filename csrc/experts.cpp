@@ -2,11 +2,12 @@
 #include "qao/experts.h"
 
 #include "cpu/experts.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace qao {
+namespace {
 
-std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts_tensor, int64_t num_experts) {
+std::tuple<Tensor, Tensor, Tensor> expert_sort(const Tensor& experts_tensor, int64_t num_experts) {
   Op op("expert_sort");
   const Argument chosen("experts", experts_tensor);
   op.involve(&chosen);
@@ -44,9 +45,9 @@ std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts_tensor, 
   return {offsets, row_index, places};
 }
 
-std::tuple<Tensor, Tensor> expert_topk_op(const Tensor& logits_tensor, int64_t top_k, bool sigmoid,
-                                          const std::optional<Tensor>& bias_tensor, bool normalized, double factor,
-                                          int64_t groups, int64_t top_groups) {
+std::tuple<Tensor, Tensor> expert_topk(const Tensor& logits_tensor, int64_t top_k, bool sigmoid,
+                                       const std::optional<Tensor>& bias_tensor, bool normalized, double factor,
+                                       int64_t groups, int64_t top_groups) {
   Op op("expert_topk");
   const Argument logits("logits", logits_tensor);
   op.involve(&logits);
@@ -93,7 +94,7 @@ std::tuple<Tensor, Tensor> expert_topk_op(const Tensor& logits_tensor, int64_t t
   return {chosen, weights};
 }
 
-Tensor expert_sum_op(const Tensor& rows_tensor, const Tensor& places_tensor, const Tensor& weights_tensor) {
+Tensor expert_sum(const Tensor& rows_tensor, const Tensor& places_tensor, const Tensor& weights_tensor) {
   Op op("expert_sum");
   const Argument rows("rows", rows_tensor), places("places", places_tensor), weights("weights", weights_tensor);
   op.involve(&rows), op.involve(&places), op.involve(&weights);
@@ -124,5 +125,17 @@ Tensor expert_sum_op(const Tensor& rows_tensor, const Tensor& places_tensor, con
   }
   return y;
 }
+
+constexpr Operator kOperators[] = {
+    operator_of<"expert_sort", expert_sort>("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)"),
+    operator_of<"expert_topk", expert_topk>(
+        "expert_topk(Tensor logits, int top_k, bool sigmoid, Tensor? bias, bool normalized, float factor, "
+        "int groups=1, int top_groups=1) -> (Tensor, Tensor)"),
+    operator_of<"expert_sum", expert_sum>("expert_sum(Tensor rows, Tensor places, Tensor weights) -> Tensor"),
+};
+
+}  // namespace
+
+Operators expert_operators() { return kOperators; }
 
 }  // namespace qao

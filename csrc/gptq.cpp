@@ -2,16 +2,16 @@
 #include "qao/gptq.h"
 
 #include "cpu/gptq.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace qao {
+namespace {
 
 using torch::headeronly::ScalarType;
 
-std::tuple<Tensor, Tensor, Tensor> gptq_columns_op(const Tensor& weight_tensor, const Tensor& moved_tensor,
-                                                   const Tensor& scales_tensor,
-                                                   const std::optional<Tensor>& zeros_tensor,
-                                                   const Tensor& ratios_tensor, ScalarType dtype) {
+std::tuple<Tensor, Tensor, Tensor> gptq_columns(const Tensor& weight_tensor, const Tensor& moved_tensor,
+                                                const Tensor& scales_tensor, const std::optional<Tensor>& zeros_tensor,
+                                                const Tensor& ratios_tensor, ScalarType dtype) {
   Op op("gptq_columns");
   const Argument weight("weight", weight_tensor), moved("moved", moved_tensor), scales("scales", scales_tensor);
   const Argument ratios("ratios", ratios_tensor);
@@ -68,5 +68,15 @@ std::tuple<Tensor, Tensor, Tensor> gptq_columns_op(const Tensor& weight_tensor, 
   }
   return {codes, errors, rests};
 }
+
+constexpr Operator kOperators[] = {
+    operator_of<"gptq_columns", gptq_columns>(
+        "gptq_columns(Tensor weight, Tensor moved, Tensor scales, Tensor? zeros, Tensor ratios, ScalarType dtype)"
+        " -> (Tensor, Tensor, Tensor)"),
+};
+
+}  // namespace
+
+Operators gptq_operators() { return kOperators; }
 
 }  // namespace qao

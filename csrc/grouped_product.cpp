@@ -10,34 +10,31 @@
 namespace qao {
 
 GroupedProduct::GroupedProduct(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
-                               const std::optional<Tensor>& bias, const Routing& routing,
-                               const std::optional<Tensor>& weight_sums)
-    : Product(op, x, weight, scales, bias, weight_sums), offsets_("offsets", routing.offsets) {
+                               const std::optional<Tensor>& bias, const Routing& routing)
+    : Product(op, x, weight, scales, bias), offsets_("offsets", routing.offsets) {
   op_.involve(&offsets_);
   if (routing.row_index) op_.involve(&row_index_.emplace("row_index", *routing.row_index));
   if (routing.row_scale) op_.involve(&row_scale_.emplace("row_scale", *routing.row_scale));
+}
+
+void GroupedProduct::hide_experts() {
   op_.check(x_.dim() == 2, "x must have shape [rows, in_features]", "Pass x.flatten(0, -2)");
-  experts_.count = hide_experts(&weight_);
+  bool alike = true;
+  for (Argument* operand : {&weight_, &scales_, bias_ ? &*bias_ : nullptr, weight_sums_ ? &*weight_sums_ : nullptr,
+                            row_scales_ ? &*row_scales_ : nullptr}) {
+    if (operand == nullptr) continue;
+    op_.check(operand->dim() >= 2,
+              "weight, scales, bias, weight_sums and row_scales must have a dimension of experts, the first",
+              "Stack the tensors of all experts");
+    const int64_t count = operand->hide_first();
+    if (operand == &weight_) experts_.count = count;
+    alike = alike && count == experts_.count;
+  }
   op_.check(experts_.count >= 1, "there must be at least one expert", "Pass weights of at least one");
-  bool alike = hide_experts(&scales_) == experts_.count;
-  if (bias_) alike = hide_experts(&*bias_) == experts_.count && alike;
-  if (weight_sums_) alike = hide_experts(&*weight_sums_) == experts_.count && alike;
-  op_.check(alike, "weight, scales, bias and weight_sums must have the same number of experts in dimension 0",
+  op_.check(alike,
+            "weight, scales, bias, weight_sums and row_scales must have the same number of experts in dimension 0",
             "Stack the tensors of all experts");
   op_.note(" (shapes are of one expert, without the dimension of experts)");
-}
-
-int64_t GroupedProduct::hide_experts(Argument* argument) {
-  op_.check(argument->dim() >= 2,
-            "weight, scales, bias, weight_sums and row_scales must have a dimension of experts, the first",
-            "Stack the tensors of all experts");
-  return argument->hide_first();
-}
-
-void GroupedProduct::use_row_scales(Argument& row_scales) {
-  op_.check(hide_experts(&row_scales) == experts_.count,
-            "row_scales must have the same number of experts in dimension 0", "Stack the tensors of all experts");
-  Product::use_row_scales(row_scales);
 }
 
 void GroupedProduct::check_routing() {
@@ -99,8 +96,8 @@ void GroupedProduct::use_gate(const GateNumbers& numbers) {
             "Concatenate the rows of gate and up, equally many of each");
 }
 
-Tensor GroupedProduct::run(bool batch_invariant, const GateNumbers& gate) {
-  if (batch_invariant) keep_rows_apart();
+Tensor GroupedProduct::run(const GateNumbers& gate) {
+  if (problem.batch_invariant) keep_rows_apart();
   use_bias_and_sums();
   check_routing();
   use_gate(gate);

@@ -17,20 +17,17 @@ struct Routing {
 class GroupedProduct : public Product {
  public:
   GroupedProduct(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
-                 const std::optional<Tensor>& bias, const Routing& routing,
-                 const std::optional<Tensor>& weight_sums = std::nullopt);
-
-  void use_row_scales(Argument& row_scales);  // [E, N]
+                 const std::optional<Tensor>& bias, const Routing& routing);
 
   // y [S, N], or [S, N / 2] with a gate.
-  Tensor run(bool batch_invariant, const GateNumbers& gate);
+  Tensor run(const GateNumbers& gate);
 
  private:
+  void hide_experts() override;
   void use_gate(const GateNumbers& numbers);
   void run_on_gpu(Tensor& y);
   void check_routing();
   void check_values() const;
-  int64_t hide_experts(Argument* argument);
 
   mm::Experts experts_;
   std::optional<quantize::Gate> gate_;

@@ -2,7 +2,7 @@
 #include "cpu/int4_pack.h"
 
 #include "int4_operands.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace qao {
 namespace {
@@ -13,10 +13,8 @@ int4::Weight packed_shape(const Op& op, const Argument& weight, const Argument& 
   return checked_packed(op, weight, scales, weight, n, k, group_size);
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor> pack_int4_op(const Tensor& q_tensor, const Tensor& scales_tensor,
-                                        const std::optional<Tensor>& zeros_tensor, int64_t group_size) {
+std::tuple<Tensor, Tensor> pack_int4(const Tensor& q_tensor, const Tensor& scales_tensor,
+                                     const std::optional<Tensor>& zeros_tensor, int64_t group_size) {
   Op op("pack_int4");
   const Argument q("q", q_tensor), scales("scales", scales_tensor);
   op.involve(&q), op.involve(&scales);
@@ -64,8 +62,8 @@ std::tuple<Tensor, Tensor> pack_int4_op(const Tensor& q_tensor, const Tensor& sc
   return {weight, packed_scales};
 }
 
-std::tuple<Tensor, Tensor, Tensor> unpack_int4_op(const Tensor& weight_tensor, const Tensor& scales_tensor,
-                                                  int64_t out_features, int64_t in_features, int64_t group_size) {
+std::tuple<Tensor, Tensor, Tensor> unpack_int4(const Tensor& weight_tensor, const Tensor& scales_tensor,
+                                               int64_t out_features, int64_t in_features, int64_t group_size) {
   Op op("unpack_int4");
   const Argument weight("weight", weight_tensor), scales("scales", scales_tensor);
   op.involve(&weight), op.involve(&scales);
@@ -94,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor> unpack_int4_op(const Tensor& weight_tensor, c
   return {q, plain_scales, zeros};
 }
 
-Tensor dequantize_int4_op(const Tensor& weight_tensor, const Tensor& scales_tensor, int64_t out_features,
-                          int64_t in_features, int64_t group_size, torch::headeronly::ScalarType dtype) {
+Tensor dequantize_int4(const Tensor& weight_tensor, const Tensor& scales_tensor, int64_t out_features,
+                       int64_t in_features, int64_t group_size, torch::headeronly::ScalarType dtype) {
   Op op("dequantize_int4");
   const Argument weight("weight", weight_tensor), scales("scales", scales_tensor);
   op.involve(&weight), op.involve(&scales);
@@ -118,5 +116,20 @@ Tensor dequantize_int4_op(const Tensor& weight_tensor, const Tensor& scales_tens
   }
   return out;
 }
+
+constexpr Operator kOperators[] = {
+    operator_of<"pack_int4", pack_int4>(
+        "pack_int4(Tensor q, Tensor scales, Tensor? zeros, int group_size) -> (Tensor, Tensor)"),
+    operator_of<"unpack_int4", unpack_int4>(
+        "unpack_int4(Tensor weight, Tensor scales, int out_features, int in_features, int group_size) -> (Tensor, "
+        "Tensor, Tensor)"),
+    operator_of<"dequantize_int4", dequantize_int4>(
+        "dequantize_int4(Tensor weight, Tensor scales, int out_features, int in_features, int group_size, "
+        "ScalarType dtype) -> Tensor"),
+};
+
+}  // namespace
+
+Operators int4_pack_operators() { return kOperators; }
 
 }  // namespace qao

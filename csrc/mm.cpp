@@ -1,127 +1,164 @@
-// GEMM operators, one function and one table row each: set W, then x, then run.
-#include "fp8_operands.h"
-#include "ops.h"
+// GEMM operators: a function sets W, then x, of a pair of formats. The dense and the grouped operator share it.
+#include "grouped_product.h"
+#include "operators.h"
 #include "product.h"
 
 namespace qao {
 namespace {
 
-Tensor int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-               int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
-  Call call("int4_mm", x);
-  Product product(call.op, call.x, weight, scales, bias);
-  product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
+void int4_mm(Product& product, const Tensor& x, int64_t out_features, int64_t in_features, int64_t group_size,
+             bool batch_invariant) {
+  product.use_packed_weight({out_features, in_features, group_size});
   product.use_float_x(x);
-  return product.run(batch_invariant);
+  product.problem.batch_invariant = batch_invariant;
 }
 
-Tensor int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-               bool batch_invariant) {
-  Call call("int8_mm", x);
-  Product product(call.op, call.x, weight, scales, bias);
+void int8_mm(Product& product, const Tensor& x, bool batch_invariant) {
   product.use_weight(kInt8Rows);
   product.use_float_x(x);
-  return product.run(batch_invariant);
+  product.problem.batch_invariant = batch_invariant;
 }
 
-Tensor fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-              bool batch_invariant) {
-  Call call("fp8_mm", x);
-  Product product(call.op, call.x, weight, scales, bias);
+void fp8_mm(Product& product, const Tensor& x, bool batch_invariant) {
   product.use_weight(kFp8Rows);
   product.use_float_x(x);
-  return product.run(batch_invariant);
+  product.problem.batch_invariant = batch_invariant;
 }
 
-Tensor fp4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-              int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
-  Call call("fp4_mm", x);
-  Product product(call.op, call.x, weight, scales, bias);
-  product.use_fp4_weight(product.fp4_sizes({out_features, in_features, group_size}));
+void fp4_mm(Product& product, const Tensor& x, int64_t out_features, int64_t in_features, int64_t group_size,
+            bool batch_invariant) {
+  product.use_fp4_weight({out_features, in_features, group_size});
   product.use_float_x(x);
-  return product.run(batch_invariant);
+  product.problem.batch_invariant = batch_invariant;
 }
 
-Tensor int8_int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& weight_sums, bool batch_invariant, int64_t x_rotation) {
-  Call call("int8_int8_mm", x);
-  Product product(call.op, call.x, weight, scales, bias, weight_sums);
+void int8_int8_mm(Product& product, const Tensor& x, const std::optional<Tensor>& weight_sums, bool batch_invariant,
+                  int64_t x_rotation) {
+  product.add_weight_sums(weight_sums);
   product.use_weight(kInt8Rows);
-  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
-  return product.run(batch_invariant);
+  product.use_int8_x(x, x_rotation);
+  product.problem.batch_invariant = batch_invariant;
 }
 
-Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                    int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant,
-                    int64_t x_rotation) {
-  Call call("int8_int4_mm", x);
-  Product product(call.op, call.x, weight, scales, bias, weight_sums);
-  std::optional<Argument> of_rows;
-  if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
-  product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
-  if (of_rows) product.use_row_scales(*of_rows);
-  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
-  return product.run(batch_invariant);
+void int8_int4_mm(Product& product, const Tensor& x, const std::optional<Tensor>& weight_sums, int64_t out_features,
+                  int64_t in_features, int64_t group_size, const std::optional<Tensor>& row_scales,
+                  bool batch_invariant, int64_t x_rotation) {
+  product.add_weight_sums(weight_sums);
+  product.add_row_scales(row_scales);
+  product.use_packed_weight({out_features, in_features, group_size});
+  product.use_int8_x(x, x_rotation);
+  product.problem.batch_invariant = batch_invariant;
 }
 
-Tensor fp8_fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                  const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum, bool batch_invariant) {
-  Call call("fp8_fp8_mm", x);
-  Product product(call.op, call.x, weight, scales, bias);
-  std::optional<Argument> given;
-  if (x_scale) call.op.involve(&given.emplace("x_scale", *x_scale));
-  call.op.involve("x_group_size", x_group_size);
+void fp8_fp8_mm(Product& product, const Tensor& x, const std::optional<Tensor>& x_scale, int64_t x_group_size,
+                bool fast_accum, bool batch_invariant) {
+  product.add_x_scale(x_scale, x_group_size);
   product.use_weight(kFp8Rows);
   product.problem.fast_accum = fast_accum;
-  const Scaling scaling = x_scaling_of(call.op, x_group_size);
-  if (given) check_static_scale(call.op, *given, call.x, scaling);
-  product.use_dynamic_x(x, Format::kFp8, scaling, given ? &*given : nullptr);
-  return product.run(batch_invariant);
+  product.use_fp8_x(x, x_group_size);
+  product.problem.batch_invariant = batch_invariant;
 }
 
-Tensor fp8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                   int64_t out_features, int64_t in_features, int64_t group_size,
-                   const std::optional<Tensor>& row_scales, bool batch_invariant, bool fast_accum) {
-  Call call("fp8_int4_mm", x);
-  Product product(call.op, call.x, weight, scales, bias);
-  std::optional<Argument> of_rows;
-  if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
-  product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
-  if (of_rows) product.use_row_scales(*of_rows);
+void fp8_int4_mm(Product& product, const Tensor& x, int64_t out_features, int64_t in_features, int64_t group_size,
+                 const std::optional<Tensor>& row_scales, bool batch_invariant, bool fast_accum) {
+  product.add_row_scales(row_scales);
+  product.use_packed_weight({out_features, in_features, group_size});
   product.problem.fast_accum = fast_accum;
-  product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
-  return product.run(batch_invariant);
+  product.use_fp8_x(x);
+  product.problem.batch_invariant = batch_invariant;
 }
 
-constexpr Operator kProducts[] = {
-    operator_of<"int4_mm", int4_mm>("int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, "
-                                    "int in_features=0, int group_size=0, bool batch_invariant=False) -> Tensor"),
-    operator_of<"int8_mm", int8_mm>(
+// The operators of a function: it gets all arguments but those that they share.
+template <OpName name, auto* function>
+struct Gemm;
+template <OpName name, typename... Rest, void (*function)(Product&, const Tensor&, Rest...)>
+struct Gemm<name, function> {
+  static Tensor dense(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                      Rest... rest) {
+    Call call(name.text, x);
+    Product product(call.op, call.x, weight, scales, bias);
+    function(product, x, rest...);
+    return product.run();
+  }
+
+  static Tensor grouped(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                        const Tensor& offsets, const std::optional<Tensor>& row_index,
+                        const std::optional<Tensor>& row_scale, Rest... rest, const GateNumbers& gate) {
+    Call call(name.text, x);
+    GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
+    function(product, x, rest...);
+    return product.run(gate);
+  }
+};
+
+template <OpName name, auto* function>
+consteval Operator dense(const char* schema) {
+  return operator_of<name, &Gemm<name, function>::dense>(schema);
+}
+
+template <OpName name, auto* function>
+consteval Operator grouped(const char* schema) {
+  return operator_of<name, &Gemm<name, function>::grouped>(schema);
+}
+
+constexpr Operator kOperators[] = {
+    dense<"int4_mm", int4_mm>(
+        "int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, int in_features=0, "
+        "int group_size=0, bool batch_invariant=False) -> Tensor"),
+    dense<"int8_mm", int8_mm>(
         "int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool batch_invariant=False) -> Tensor"),
-    operator_of<"fp8_mm", fp8_mm>(
+    dense<"fp8_mm", fp8_mm>(
         "fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool batch_invariant=False) -> Tensor"),
-    operator_of<"fp4_mm", fp4_mm>("fp4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, "
-                                  "int in_features=0, int group_size=0, bool batch_invariant=False) -> Tensor"),
-    operator_of<"int8_int8_mm", int8_int8_mm>(
-        "int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, "
-        "Tensor? weight_sums=None, bool batch_invariant=False, int x_rotation=0) -> Tensor"),
-    operator_of<"int8_int4_mm", int8_int4_mm>(
-        "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums=None, int "
-        "out_features=0, "
-        "int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False, int x_rotation=0) "
-        "-> Tensor"),
-    operator_of<"fp8_fp8_mm", fp8_fp8_mm>(
-        "fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? "
-        "x_scale=None, int x_group_size=-1, bool fast_accum=False, bool batch_invariant=False) -> Tensor"),
-    operator_of<"fp8_int4_mm", fp8_int4_mm>(
-        "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int "
-        "out_features=0, int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False, "
-        "bool fast_accum=False) -> Tensor"),
+    dense<"fp4_mm", fp4_mm>(
+        "fp4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, int in_features=0, "
+        "int group_size=0, bool batch_invariant=False) -> Tensor"),
+    dense<"int8_int8_mm", int8_int8_mm>(
+        "int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums=None, "
+        "bool batch_invariant=False, int x_rotation=0) -> Tensor"),
+    dense<"int8_int4_mm", int8_int4_mm>(
+        "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums=None, "
+        "int out_features=0, int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False, "
+        "int x_rotation=0) -> Tensor"),
+    dense<"fp8_fp8_mm", fp8_fp8_mm>(
+        "fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? x_scale=None, int x_group_size=-1, "
+        "bool fast_accum=False, bool batch_invariant=False) -> Tensor"),
+    dense<"fp8_int4_mm", fp8_int4_mm>(
+        "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, int in_features=0, "
+        "int group_size=0, Tensor? row_scales=None, bool batch_invariant=False, bool fast_accum=False) -> Tensor"),
+    grouped<"int4_grouped_mm", int4_mm>(
+        "int4_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
+        "Tensor? row_scale, int out_features, int in_features, int group_size, bool batch_invariant=False, "
+        "float[]? gate=None) -> Tensor"),
+    grouped<"int8_grouped_mm", int8_mm>(
+        "int8_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
+        "Tensor? row_scale, bool batch_invariant=False, float[]? gate=None) -> Tensor"),
+    grouped<"fp8_grouped_mm", fp8_mm>(
+        "fp8_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
+        "Tensor? row_scale, bool batch_invariant=False, float[]? gate=None) -> Tensor"),
+    grouped<"fp4_grouped_mm", fp4_mm>(
+        "fp4_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
+        "Tensor? row_scale, int out_features, int in_features, int group_size, bool batch_invariant=False, "
+        "float[]? gate=None) -> Tensor"),
+    grouped<"int8_int8_grouped_mm", int8_int8_mm>(
+        "int8_int8_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
+        "Tensor? row_scale, Tensor? weight_sums, bool batch_invariant=False, int x_rotation=0, float[]? gate=None)"
+        " -> Tensor"),
+    grouped<"int8_int4_grouped_mm", int8_int4_mm>(
+        "int8_int4_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
+        "Tensor? row_scale, Tensor? weight_sums, int out_features, int in_features, int group_size, "
+        "Tensor? row_scales=None, bool batch_invariant=False, int x_rotation=0, float[]? gate=None) -> Tensor"),
+    grouped<"fp8_fp8_grouped_mm", fp8_fp8_mm>(
+        "fp8_fp8_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
+        "Tensor? row_scale, Tensor? x_scale, int x_group_size, bool fast_accum, bool batch_invariant=False, "
+        "float[]? gate=None) -> Tensor"),
+    grouped<"fp8_int4_grouped_mm", fp8_int4_mm>(
+        "fp8_int4_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
+        "Tensor? row_scale, int out_features, int in_features, int group_size, Tensor? row_scales=None, "
+        "bool batch_invariant=False, bool fast_accum=False, float[]? gate=None) -> Tensor"),
 };
 
 }  // namespace
 
-std::span<const Operator> products() { return kProducts; }
+Operators mm_operators() { return kOperators; }
 
 }  // namespace qao

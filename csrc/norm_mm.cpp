@@ -1,6 +1,6 @@
 // RMSNorm, int4 GEMM and optional SiLU-multiply, fused into one kernel where that is faster.
 #include "norm.h"
-#include "ops.h"
+#include "operators.h"
 #include "product.h"
 
 namespace qao {
@@ -44,13 +44,11 @@ Tensor gate(const Norm& norm, const Tensor& y, int64_t n) {
   return values(norm.op, problem, halves, norm.x);
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::optional<Tensor>& residual,
-                                                   const std::optional<Tensor>& norm_weight, double eps,
-                                                   const Tensor& weight, const Tensor& scales,
-                                                   const std::optional<Tensor>& bias, int64_t out_features,
-                                                   int64_t in_features, int64_t group_size, bool gated) {
+std::tuple<Tensor, Tensor> add_rms_norm_int4_mm(const Tensor& x, const std::optional<Tensor>& residual,
+                                                const std::optional<Tensor>& norm_weight, double eps,
+                                                const Tensor& weight, const Tensor& scales,
+                                                const std::optional<Tensor>& bias, int64_t out_features,
+                                                int64_t in_features, int64_t group_size, bool gated) {
   Norm norm("add_rms_norm_int4_mm", x, residual, norm_weight, eps, "norm_weight");
   Product product(norm.op, norm.x, weight, scales, bias);
   product.use_packed_weight({out_features, in_features, group_size});
@@ -68,5 +66,16 @@ std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::o
   const Tensor y = product.run();
   return {gated ? gate(norm, y, out_features) : y, sum};
 }
+
+constexpr Operator kOperators[] = {
+    operator_of<"add_rms_norm_int4_mm", add_rms_norm_int4_mm>(
+        "add_rms_norm_int4_mm(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor weight, "
+        "Tensor scales, Tensor? bias, int out_features, int in_features, int group_size, bool gated) -> (Tensor, "
+        "Tensor)"),
+};
+
+}  // namespace
+
+Operators norm_mm_operators() { return kOperators; }
 
 }  // namespace qao

@@ -7,13 +7,25 @@
 namespace qao {
 
 Product::Product(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
-                 const std::optional<Tensor>& bias, const std::optional<Tensor>& weight_sums)
+                 const std::optional<Tensor>& bias)
     : op_(op), x_(x), weight_("weight", weight), scales_("scales", scales) {
   op_.involve(&weight_), op_.involve(&scales_);
   if (bias) op_.involve(&bias_.emplace("bias", *bias));
-  if (weight_sums) op_.involve(&weight_sums_.emplace("weight_sums", *weight_sums));
   arguments.weight = weight_.data();
   arguments.scales = scales_.data();
+}
+
+void Product::add_weight_sums(const std::optional<Tensor>& weight_sums) {
+  if (weight_sums) op_.involve(&weight_sums_.emplace("weight_sums", *weight_sums));
+}
+
+void Product::add_row_scales(const std::optional<Tensor>& row_scales) {
+  if (row_scales) op_.involve(&row_scales_.emplace("row_scales", *row_scales));
+}
+
+void Product::add_x_scale(const std::optional<Tensor>& x_scale, int64_t x_group_size) {
+  if (x_scale) op_.involve(&x_scale_.emplace("x_scale", *x_scale));
+  op_.involve("x_group_size", x_group_size);
 }
 
 void Product::set_sizes(int64_t n, int64_t k) {
@@ -29,6 +41,7 @@ bool Product::has_block_scales() const {
 }
 
 void Product::use_weight(const RowMajor& rows) {
+  hide_experts();
   problem.weight = rows.format;
   const bool typed = weight_.dtype() == int8_code() || weight_.dtype() == rows.dtype();
   op_.check(typed && weight_.dim() == 2 && weight_.size(0) >= 1 && weight_.size(1) >= 1, rows.must_be,
@@ -51,15 +64,9 @@ void Product::use_weight(const RowMajor& rows) {
   op_.check_operand(weight_, x_), op_.check_operand(scales_, x_);
 }
 
-PackedSizes Product::int4_sizes(const PackedSizes& given) const {
-  return given.left_out() ? int4_sizes_of(op_, weight_, scales_) : given;
-}
-
-PackedSizes Product::fp4_sizes(const PackedSizes& given) const {
-  return given.left_out() ? fp4_sizes_of(op_, weight_, scales_) : given;
-}
-
-void Product::use_packed_weight(const PackedSizes& sizes) {
+void Product::use_packed_weight(const PackedSizes& given) {
+  hide_experts();
+  const PackedSizes sizes = given.left_out() ? int4_sizes_of(op_, weight_, scales_) : given;
   use_sizes(sizes);
   problem.weight = Format::kInt4;
   const int4::Weight packed = checked_packed(op_, weight_, scales_, x_, sizes.n, sizes.k, sizes.group_size);
@@ -67,9 +74,12 @@ void Product::use_packed_weight(const PackedSizes& sizes) {
   problem.has_zeros = packed.has_zeros;
   problem.scale_dtype = packed.scale_dtype;
   problem.row_scales = !problem.has_zeros && problem.groups() == 1;  // the scale of the only group
+  if (row_scales_) use_row_scales();
 }
 
-void Product::use_fp4_weight(const PackedSizes& sizes) {
+void Product::use_fp4_weight(const PackedSizes& given) {
+  hide_experts();
+  const PackedSizes sizes = given.left_out() ? fp4_sizes_of(op_, weight_, scales_) : given;
   use_sizes(sizes);
   problem.weight = Format::kFp4;
   check_fp4(op_, weight_, scales_, x_, sizes.n, sizes.k, sizes.group_size);
@@ -84,15 +94,15 @@ void Product::use_sizes(const PackedSizes& sizes) {
   set_sizes(sizes.n, sizes.k);
 }
 
-void Product::use_row_scales(const Argument& row_scales) {
+void Product::use_row_scales() {
   op_.check(!problem.has_zeros, "row_scales are for a weight without zero points",
             "Pass None, or quantize with symmetric=True");
-  op_.check(row_scales.dtype() == float32_code() && row_scales.has_shape({problem.n}),
+  op_.check(row_scales_->dtype() == float32_code() && row_scales_->has_shape({problem.n}),
             "row_scales must be float32 of shape [out_features]",
             "Pass the row scales of a weight quantized with two-level scales, or None");
-  op_.check_operand(row_scales, x_);
+  op_.check_operand(*row_scales_, x_);
   problem.row_scales = true;
-  arguments.row_scales = static_cast<const float*>(row_scales.data());
+  arguments.row_scales = static_cast<const float*>(row_scales_->data());
 }
 
 void Product::use_bias_and_sums() {
@@ -123,8 +133,8 @@ void Product::make_quantized_x() {
   problem.quantizes_x = false;
 }
 
-Tensor Product::run(bool batch_invariant) {
-  if (batch_invariant) keep_rows_apart();
+Tensor Product::run() {
+  if (problem.batch_invariant) keep_rows_apart();
   use_bias_and_sums();
   Tensor y = empty_rows(problem.gated ? problem.n / 2 : problem.n, torch_dtype(problem.y_dtype), x_);
   if (problem.m == 0) return y;

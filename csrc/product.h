@@ -35,41 +35,45 @@ inline constexpr RowMajor kFp8Rows = {Format::kFp8, fp8_code,
 
 class Product {
  public:
-  Product(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-          const std::optional<Tensor>& weight_sums = std::nullopt);
+  Product(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);
   Product(const Product&) = delete;  // op points to the arguments
 
-  // Explicit sizes, or sizes inferred from the packed tensors if all are 0.
-  PackedSizes int4_sizes(const PackedSizes& given) const;
-  PackedSizes fp4_sizes(const PackedSizes& given) const;
+  // 1. More operands, which may be absent: sums of W's rows, row scales of two-level scales, a static scale of x.
+  void add_weight_sums(const std::optional<Tensor>& weight_sums);
+  void add_row_scales(const std::optional<Tensor>& row_scales);
+  void add_x_scale(const std::optional<Tensor>& x_scale, int64_t x_group_size);
 
-  // 1. Weight: 8 bits with one scale per row, per tensor or per block; or packed int4 or fp4.
+  // 2. Weight: 8 bits with one scale per row, per tensor or per block; or packed int4 or fp4. Sizes that are all 0 are
+  // inferred from the packed tensors.
   void use_weight(const RowMajor& rows);
-  void use_packed_weight(const PackedSizes& sizes);
-  void use_fp4_weight(const PackedSizes& sizes);
-  void use_row_scales(const Argument& row_scales);  // two-level scales of a packed weight
+  void use_packed_weight(const PackedSizes& given);
+  void use_fp4_weight(const PackedSizes& given);
 
-  // 2. Activations: as the tensor cores read them; 8 bits with scales; or floats that the GEMM kernel or a preceding
-  // kernel quantizes. `x_scale` is a static scale. `rotation`: int8, columns per block of the rotation, or 0.
+  // 3. Activations: as the tensor cores read them; 8 bits with scales; or floats that the GEMM kernel or a preceding
+  // kernel quantizes. `rotation`: int8, columns per block of the rotation, or 0.
   void use_float_x(const Tensor& tensor);
   void use_scaled_x(const Tensor& tensor, Format format, const Argument& x_scales, const Argument* x_zeros,
                     torch::headeronly::ScalarType out_dtype);
-  void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale = nullptr,
-                     int64_t rotation = 0);
+  void use_int8_x(const Tensor& tensor, int64_t rotation);
+  void use_fp8_x(const Tensor& tensor, int64_t x_group_size = -1);
 
-  // 3. Returns y [..., N], or [..., N / 2] if gated.
-  Tensor run(bool batch_invariant = false);
+  // 4. Returns y [..., N], or [..., N / 2] if gated.
+  Tensor run();
 
   mm::Problem problem;
   mm::Arguments arguments;
 
  protected:
+  // Called before the operands are checked: describes one expert's part of each.
+  virtual void hide_experts() {}
   void set_sizes(int64_t n, int64_t k);
   void use_sizes(const PackedSizes& sizes);
   bool has_block_scales() const;
   void use_rows(const Tensor& tensor, int64_t element_size);
   void check_blocks();
   void check_x_scales(const Argument& x_scales);
+  void use_row_scales();
+  void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, int64_t rotation = 0);
   void use_bias_and_sums();
   void make_quantized_x();  // before a GEMM on the CPU
   void keep_rows_apart();
@@ -77,7 +81,7 @@ class Product {
   Op& op_;
   const Argument& x_;
   Argument weight_, scales_;
-  std::optional<Argument> bias_, weight_sums_;
+  std::optional<Argument> bias_, weight_sums_, row_scales_, x_scale_;
   std::optional<Rows> rows_;
   const Tensor* tensor_ = nullptr;  // the tensor behind rows_
   std::optional<QuantizedX> quantized_;

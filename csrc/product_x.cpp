@@ -1,4 +1,5 @@
 // Product: activation operands.
+#include "fp8_operands.h"
 #include "product.h"
 #include "rotation.h"
 
@@ -56,19 +57,28 @@ void Product::check_x_scales(const Argument& x_scales) {
   op_.check_operand(x_scales, x_);
 }
 
-void Product::use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale,
-                            int64_t rotation) {
+void Product::use_int8_x(const Tensor& tensor, int64_t rotation) {
+  use_dynamic_x(tensor, Format::kInt8, Scaling::kRow, rotation);
+}
+
+void Product::use_fp8_x(const Tensor& tensor, int64_t x_group_size) {
+  const Scaling scaling = x_scaling_of(op_, x_group_size);
+  if (x_scale_) check_static_scale(op_, *x_scale_, x_, scaling);
+  use_dynamic_x(tensor, Format::kFp8, scaling);
+}
+
+void Product::use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, int64_t rotation) {
   problem.x_dtype = problem.y_dtype = op_.float_dtype(x_);
   problem.x = format;
   problem.x_scaling = scaling;
   problem.quantizes_x = true;
   problem.x_zeros = weight_sums_.has_value();
-  problem.static_scale = x_scale != nullptr;
+  problem.static_scale = x_scale_.has_value();
   problem.x_rotation = checked_rotation(op_, rotation, problem.k);
   check_blocks();
   use_rows(tensor, size_of(problem.x_dtype));
-  if (x_scale != nullptr) arguments.x_scales = static_cast<const float*>(x_scale->data());
-  quantized_.emplace(problem, x_, x_scale);
+  if (x_scale_) arguments.x_scales = static_cast<const float*>(x_scale_->data());
+  quantized_.emplace(problem, x_, x_scale_ ? &*x_scale_ : nullptr);
 }
 
 // Blocks of x require blocks of W.
@@ -84,7 +94,6 @@ void Product::check_blocks() {
 
 // Batch invariance: plans must not depend on a scale of all rows, nor on the alignment of the rows.
 void Product::keep_rows_apart() {
-  problem.batch_invariant = true;
   problem.fast_accum = false;  // some tiles have no kernels for it
   op_.check(!(quantized_ && problem.x_scaling == Scaling::kTensor && !problem.static_scale),
             "with batch_invariant, x may not have one scale for all rows",

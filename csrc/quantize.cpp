@@ -7,7 +7,7 @@
 #include "fp8_operands.h"
 #include "gate.h"
 #include "norm.h"
-#include "ops.h"
+#include "operators.h"
 #include "rotation.h"
 
 namespace qao {
@@ -111,7 +111,9 @@ Tensor values(const Op& op, Problem problem, Arguments arguments, const Argument
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x_tensor, bool symmetric, int64_t rotation) {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> int8_quantize(const Tensor& x_tensor, bool symmetric, int64_t rotation) {
   Op op("int8_quantize");
   const Argument x("x", x_tensor);
   op.involve(&x);
@@ -125,8 +127,8 @@ std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x_tensor, bool
   return {result.q, result.scales, result.zeros};
 }
 
-std::tuple<Tensor, Tensor> fp8_quantize_op(const Tensor& x_tensor, int64_t group_size,
-                                           const std::optional<Tensor>& scale_tensor) {
+std::tuple<Tensor, Tensor> fp8_quantize(const Tensor& x_tensor, int64_t group_size,
+                                        const std::optional<Tensor>& scale_tensor) {
   Op op("fp8_quantize");
   const Argument x("x", x_tensor);
   op.involve(&x);
@@ -157,24 +159,24 @@ std::tuple<Tensor, Tensor> fp8_quantize_op(const Tensor& x_tensor, int64_t group
   return {q, scales};
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm_op(const Tensor& x, const std::optional<Tensor>& residual,
-                                           const std::optional<Tensor>& weight, double eps) {
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const std::optional<Tensor>& residual,
+                                        const std::optional<Tensor>& weight, double eps) {
   Norm norm("add_rms_norm", x, residual, weight, eps);
   Tensor sum = norm.make_sum();
   return {values(norm.op, norm.problem, norm.arguments, norm.x), sum};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_quantize_op(const Tensor& x, const std::optional<Tensor>& weight, double eps,
-                                                torch::headeronly::ScalarType dtype) {
+std::tuple<Tensor, Tensor> rms_norm_quantize(const Tensor& x, const std::optional<Tensor>& weight, double eps,
+                                             torch::headeronly::ScalarType dtype) {
   Norm norm("rms_norm_quantize", x, std::nullopt, weight, eps);
   norm.problem.format = eight_bit_format(norm.op, dtype);
   PerRow result = quantize_rows(norm.op, norm.problem, norm.arguments, norm.x);
   return {result.q, result.scales};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize_op(const Tensor& x, const std::optional<Tensor>& residual,
-                                                            const std::optional<Tensor>& weight, double eps,
-                                                            torch::headeronly::ScalarType dtype) {
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize(const Tensor& x, const std::optional<Tensor>& residual,
+                                                         const std::optional<Tensor>& weight, double eps,
+                                                         torch::headeronly::ScalarType dtype) {
   Norm norm("add_rms_norm_quantize", x, residual, weight, eps);
   norm.problem.format = eight_bit_format(norm.op, dtype);
   Tensor sum = norm.make_sum();
@@ -182,7 +184,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize_op(const Tensor& x, con
   return {result.q, result.scales, sum};
 }
 
-Tensor hadamard_op(const Tensor& x_tensor, int64_t size) {
+Tensor hadamard(const Tensor& x_tensor, int64_t size) {
   Op op("hadamard");
   const Argument x("x", x_tensor);
   op.involve(&x);
@@ -194,30 +196,57 @@ Tensor hadamard_op(const Tensor& x_tensor, int64_t size) {
   return values(op, problem, arguments, x);
 }
 
-Tensor silu_mul_op(const Tensor& gate, const Tensor& up) {
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   SiluMul product("silu_mul", gate, up);
   return values(product.op, product.problem, product.arguments, product.gate);
 }
 
-std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate, const Tensor& up,
-                                                torch::headeronly::ScalarType dtype) {
+std::tuple<Tensor, Tensor> silu_mul_quantize(const Tensor& gate, const Tensor& up,
+                                             torch::headeronly::ScalarType dtype) {
   SiluMul product("silu_mul_quantize", gate, up);
   product.problem.format = eight_bit_format(product.op, dtype);
   PerRow result = quantize_rows(product.op, product.problem, product.arguments, product.gate);
   return {result.q, result.scales};
 }
 
-Tensor swiglu_op(const Tensor& x, double alpha, double limit, double shift, bool interleaved) {
+Tensor swiglu(const Tensor& x, double alpha, double limit, double shift, bool interleaved) {
   Swiglu product("swiglu", x, alpha, limit, shift, interleaved);
   return values(product.op, product.problem, product.arguments, product.x);
 }
 
-std::tuple<Tensor, Tensor> swiglu_quantize_op(const Tensor& x, double alpha, double limit, double shift,
-                                              bool interleaved, torch::headeronly::ScalarType dtype) {
+std::tuple<Tensor, Tensor> swiglu_quantize(const Tensor& x, double alpha, double limit, double shift, bool interleaved,
+                                           torch::headeronly::ScalarType dtype) {
   Swiglu product("swiglu_quantize", x, alpha, limit, shift, interleaved);
   product.problem.format = eight_bit_format(product.op, dtype);
   PerRow result = quantize_rows(product.op, product.problem, product.arguments, product.x);
   return {result.q, result.scales};
 }
+
+constexpr Operator kOperators[] = {
+    operator_of<"int8_quantize", int8_quantize>(
+        "int8_quantize(Tensor x, bool symmetric, int rotation=0) -> (Tensor, Tensor, Tensor)"),
+    operator_of<"hadamard", hadamard>("hadamard(Tensor x, int size) -> Tensor"),
+    operator_of<"fp8_quantize", fp8_quantize>(
+        "fp8_quantize(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)"),
+    operator_of<"add_rms_norm", add_rms_norm>(
+        "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps) -> (Tensor, Tensor)"),
+    operator_of<"silu_mul", silu_mul>("silu_mul(Tensor gate, Tensor up) -> Tensor"),
+    operator_of<"rms_norm_quantize", rms_norm_quantize>(
+        "rms_norm_quantize(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)"),
+    operator_of<"add_rms_norm_quantize", add_rms_norm_quantize>(
+        "add_rms_norm_quantize(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, "
+        "Tensor, Tensor)"),
+    operator_of<"silu_mul_quantize", silu_mul_quantize>(
+        "silu_mul_quantize(Tensor gate, Tensor up, ScalarType dtype) -> (Tensor, Tensor)"),
+    operator_of<"swiglu", swiglu>(
+        "swiglu(Tensor x, float alpha, float limit, float shift, bool interleaved) -> Tensor"),
+    operator_of<"swiglu_quantize", swiglu_quantize>(
+        "swiglu_quantize(Tensor x, float alpha, float limit, float shift, bool interleaved, ScalarType dtype)"
+        " -> (Tensor, Tensor)"),
+};
+
+}  // namespace
+
+Operators quantize_operators() { return kOperators; }
 
 }  // namespace qao

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "int4_operands.h"
-#include "ops.h"
+#include "operators.h"
 #include "rows.h"
 
 namespace qao {
@@ -18,13 +18,11 @@ void check_weight(const Op& op, const Argument& weight) {
            "Check weight.shape");
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weight_tensor, int64_t group_size,
-                                                              ScalarType dtype, bool symmetric, ScalarType scale_dtype,
-                                                              std::vector<double> factors,
-                                                              const std::optional<Tensor>& importance_tensor,
-                                                              bool whole_zeros, int64_t rounds) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups(const Tensor& weight_tensor, int64_t group_size,
+                                                           ScalarType dtype, bool symmetric, ScalarType scale_dtype,
+                                                           std::vector<double> factors,
+                                                           const std::optional<Tensor>& importance_tensor,
+                                                           bool whole_zeros, int64_t rounds) {
   Op op("quantize_groups");
   const Argument weight("weight", weight_tensor);
   op.involve(&weight);
@@ -87,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
   return {q, scales, zeros, squares};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight_tensor, int64_t rows, int64_t columns) {
+std::tuple<Tensor, Tensor, Tensor> quantize_blocks(const Tensor& weight_tensor, int64_t rows, int64_t columns) {
   Op op("quantize_blocks");
   const Argument weight("weight", weight_tensor);
   op.involve(&weight);
@@ -114,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight_tenso
   return {q, scales, squares};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp4_op(const Tensor& weight_tensor, int64_t group_size) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp4(const Tensor& weight_tensor, int64_t group_size) {
   Op op("quantize_fp4");
   const Argument weight("weight", weight_tensor);
   op.involve(&weight);
@@ -141,5 +139,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp4_op(const Tensor& weight_
   op.check(cpu::quantize_weight_fp4(problem, arguments, torch_threads(problem.n * problem.k)));
   return {q, scales, divisor, squares};
 }
+
+constexpr Operator kOperators[] = {
+    operator_of<"quantize_groups", quantize_groups>(
+        "quantize_groups(Tensor weight, int group_size, ScalarType dtype, bool symmetric, ScalarType scale_dtype, "
+        "float[] factors, Tensor? importance=None, bool whole_zeros=False, int rounds=0) -> (Tensor, Tensor, Tensor, "
+        "Tensor)"),
+    operator_of<"quantize_blocks", quantize_blocks>(
+        "quantize_blocks(Tensor weight, int rows, int columns) -> (Tensor, Tensor, Tensor)"),
+    operator_of<"quantize_fp4", quantize_fp4>(
+        "quantize_fp4(Tensor weight, int group_size) -> (Tensor, Tensor, Tensor, Tensor)"),
+};
+
+}  // namespace
+
+Operators quantize_weight_operators() { return kOperators; }
 
 }  // namespace qao

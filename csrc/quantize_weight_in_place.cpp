@@ -7,7 +7,7 @@
 #include "cpu/quantize_weight.h"
 #include "fp4_operands.h"
 #include "int4_operands.h"
-#include "ops.h"
+#include "operators.h"
 #include "qao/quantize_weight.h"
 #include "rows.h"
 
@@ -161,11 +161,9 @@ weight::Arguments arguments_of(const Rows& source, const Argument& q, const Argu
   return arguments;
 }
 
-}  // namespace
-
-void quantize_weight_in_place_op(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns,
-                                 bool symmetric, bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor,
-                                 const Tensor& fault_tensor, const std::optional<Tensor>& largest_tensor) {
+void quantize_weight_in_place(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns,
+                              bool symmetric, bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor,
+                              const Tensor& fault_tensor, const std::optional<Tensor>& largest_tensor) {
   Op op("quantize_weight_");
   const Argument weight("weight", weight_tensor), q("q", q_tensor), scales("scales", scales_tensor);
   const Argument fault("fault", fault_tensor);
@@ -205,8 +203,8 @@ void quantize_weight_in_place_op(const Tensor& weight_tensor, ScalarType dtype, 
 #endif
 }
 
-Tensor load_weight_op(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns, bool symmetric,
-                      bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor, double limit) {
+Tensor load_weight(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns, bool symmetric,
+                   bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor, double limit) {
   Op op("load_weight_");
   const Argument weight("weight", weight_tensor), q("q", q_tensor), scales("scales", scales_tensor);
   op.involve(&weight), op.involve(&q), op.involve(&scales);
@@ -237,7 +235,7 @@ Tensor load_weight_op(const Tensor& weight_tensor, ScalarType dtype, int64_t row
 #endif
 }
 
-Tensor largest_magnitude_op(const Tensor& weight_tensor) {
+Tensor largest_magnitude(const Tensor& weight_tensor) {
   Op op("largest_magnitude");
   const Argument weight("weight", weight_tensor);
   op.involve(&weight);
@@ -262,5 +260,19 @@ Tensor largest_magnitude_op(const Tensor& weight_tensor) {
   op.fail_without_cuda();
 #endif
 }
+
+constexpr Operator kOperators[] = {
+    operator_of<"quantize_weight_", quantize_weight_in_place>(
+        "quantize_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
+        "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) fault, Tensor? largest=None) -> ()"),
+    operator_of<"load_weight_", load_weight>(
+        "load_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
+        "Tensor(a!) q, Tensor(b!) scales, float limit) -> Tensor"),
+    operator_of<"largest_magnitude", largest_magnitude>("largest_magnitude(Tensor weight) -> Tensor"),
+};
+
+}  // namespace
+
+Operators quantize_weight_in_place_operators() { return kOperators; }
 
 }  // namespace qao

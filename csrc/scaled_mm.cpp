@@ -1,5 +1,5 @@
 // GEMM operators with activations that are already quantized to 8 bits.
-#include "ops.h"
+#include "operators.h"
 #include "product.h"
 
 namespace qao {
@@ -10,14 +10,16 @@ Tensor int8_scaled_mm(const Tensor& x, const Tensor& x_scales, const std::option
                       const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype,
                       bool batch_invariant) {
   Call call("int8_scaled_mm", x);
-  Product product(call.op, call.x, weight, scales, bias, weight_sums);
+  Product product(call.op, call.x, weight, scales, bias);
+  product.add_weight_sums(weight_sums);
   const Argument scales_of_x("x_scales", x_scales);
   call.op.involve(&scales_of_x);
   std::optional<Argument> zeros;
   if (x_zeros) call.op.involve(&zeros.emplace("x_zeros", *x_zeros));
   product.use_weight(kInt8Rows);
   product.use_scaled_x(x, Format::kInt8, scales_of_x, zeros ? &*zeros : nullptr, out_dtype);
-  return product.run(batch_invariant);
+  product.problem.batch_invariant = batch_invariant;
+  return product.run();
 }
 
 Tensor fp8_scaled_mm(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
@@ -30,10 +32,11 @@ Tensor fp8_scaled_mm(const Tensor& x, const Tensor& x_scales, const Tensor& weig
   product.use_weight(kFp8Rows);
   product.problem.fast_accum = fast_accum;
   product.use_scaled_x(x, Format::kFp8, scales_of_x, nullptr, out_dtype);
-  return product.run(batch_invariant);
+  product.problem.batch_invariant = batch_invariant;
+  return product.run();
 }
 
-constexpr Operator kProducts[] = {
+constexpr Operator kOperators[] = {
     operator_of<"int8_scaled_mm", int8_scaled_mm>(
         "int8_scaled_mm(Tensor x, Tensor x_scales, Tensor? x_zeros, Tensor weight, Tensor scales, Tensor? bias, "
         "Tensor? weight_sums, ScalarType out_dtype, bool batch_invariant=False) -> Tensor"),
@@ -44,6 +47,6 @@ constexpr Operator kProducts[] = {
 
 }  // namespace
 
-std::span<const Operator> scaled_products() { return kProducts; }
+Operators scaled_mm_operators() { return kOperators; }
 
 }  // namespace qao

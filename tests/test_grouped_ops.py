@@ -282,12 +282,12 @@ def _changed(experts: Experts, given: Tensor, changes: dict[str, Any]) -> Tensor
         (
             INT8,
             {"scales": torch.ones(3, 32)},
-            "weight, scales, bias and weight_sums must have the same number of experts",
+            "weight, scales, bias, weight_sums and row_scales must have the same number of experts",
         ),
         (
             INT8,
             {"bias": torch.ones(3, 32)},
-            "weight, scales, bias and weight_sums must have the same number of experts",
+            "weight, scales, bias, weight_sums and row_scales must have the same number of experts",
         ),
         (INT8, {"bias": torch.ones(2, 31)}, "bias must have shape [out_features] (shapes are of one expert"),
         (INT8, {"weight": torch.ones(2, 64, 32, dtype=torch.int8).mT}, "weight must be contiguous"),
