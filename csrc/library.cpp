@@ -13,6 +13,7 @@ using torch::stable::detail::StableTorchLibraryInit;
 
 const qao::Operators kTables[] = {
     qao::mm_operators(),
+    qao::merged_mm_operators(),
     qao::scaled_mm_operators(),
     qao::norm_mm_operators(),
     qao::expert_operators(),
@@ -22,6 +23,7 @@ const qao::Operators kTables[] = {
     qao::gptq_operators(),
     qao::int4_pack_operators(),
     qao::embedding_operators(),
+    qao::attention_operators(),
 };
 
 void define(StableLibrary& library) {

@@ -22,10 +22,12 @@ struct Operator {
 // The tables, which library.cpp registers. Each is at the end of the file of its functions; docs/ops.md documents the
 // arguments.
 using Operators = std::span<const Operator>;
+Operators attention_operators();
 Operators embedding_operators();
 Operators expert_operators();
 Operators gptq_operators();
 Operators int4_pack_operators();
+Operators merged_mm_operators();
 Operators mm_operators();
 Operators norm_mm_operators();
 Operators quantize_operators();

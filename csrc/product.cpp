@@ -133,17 +133,19 @@ void Product::make_quantized_x() {
   problem.quantizes_x = false;
 }
 
-Tensor Product::run() {
-  if (problem.batch_invariant) keep_rows_apart();
+Tensor Product::make_y() {
   use_bias_and_sums();
   Tensor y = empty_rows(problem.gated ? problem.n / 2 : problem.n, torch_dtype(problem.y_dtype), x_);
-  if (problem.m == 0) return y;
   arguments.y = y.data_ptr();
+  return y;
+}
+
+void Product::launch() {
+  if (problem.m == 0) return;
   if (x_.is_cpu()) {
     // The CPU GEMM quantizes rows itself, except with one scale for the whole tensor.
     if (quantized_ && problem.x_scaling == Scaling::kTensor) make_quantized_x();
-    op_.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
-    return y;
+    return op_.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
   }
 #if defined(QAO_WITH_CUDA)
   const DeviceScope scope(x_);
@@ -155,10 +157,35 @@ Tensor Product::run() {
     arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
   }
   op_.check(mm::launch(problem, plan, arguments, current_stream(x_)));
-  return y;
 #else
   op_.fail_without_cuda();
 #endif
+}
+
+Tensor Product::run() {
+  if (problem.batch_invariant) keep_rows_apart();
+  Tensor y = make_y();
+  launch();
+  return y;
+}
+
+std::vector<Tensor> Product::run_merged(std::span<Product* const> products) {
+  std::vector<Tensor> ys;
+  for (Product* product : products) ys.push_back(product->make_y());
+  Product& first = *products[0];
+  const bool one_scale = first.quantized_ && first.problem.x_scaling == Scaling::kTensor;
+  if (!first.x_.is_cpu() || first.problem.m == 0 || one_scale) {
+    for (Product* product : products) product->launch();
+    return ys;
+  }
+  std::vector<cpu::Gemm> gemms;
+  int64_t work = 0;
+  for (Product* product : products) {
+    gemms.push_back({product->problem, product->arguments});
+    work += product->problem.m * product->problem.n * product->problem.k;
+  }
+  first.op_.check(cpu::mm(gemms, torch_threads(work)));
+  return ys;
 }
 
 }  // namespace qao

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <optional>
+#include <span>
+#include <vector>
 
 #include "int4_operands.h"
 #include "qao/mm.h"
@@ -59,6 +61,8 @@ class Product {
 
   // 4. Returns y [..., N], or [..., N / 2] if gated.
   Tensor run();
+  // The same for products of one x: the results in order. On a CPU, x is packed once if the weights have one format.
+  static std::vector<Tensor> run_merged(std::span<Product* const> products);
 
   mm::Problem problem;
   mm::Arguments arguments;
@@ -75,6 +79,8 @@ class Product {
   void use_row_scales();
   void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, int64_t rotation = 0);
   void use_bias_and_sums();
+  Tensor make_y();
+  void launch();            // computes y, unless it is empty
   void make_quantized_x();  // before a GEMM on the CPU
   void keep_rows_apart();
 

@@ -200,6 +200,7 @@ int32_t torch_dtype(DType dtype) {
   return -1;
 }
 int32_t int8_code() { return aoti_torch_dtype_int8(); }
+int32_t bool_code() { return aoti_torch_dtype_bool(); }
 int32_t uint8_code() { return aoti_torch_dtype_uint8(); }
 int32_t int32_code() { return aoti_torch_dtype_int32(); }
 int32_t int64_code() { return aoti_torch_dtype_int64(); }

@@ -111,6 +111,7 @@ class Op {
 // torch dtype codes that the ops accept.
 int32_t torch_dtype(DType dtype);
 int32_t int8_code();
+int32_t bool_code();
 int32_t uint8_code();
 int32_t int32_code();
 int32_t int64_code();

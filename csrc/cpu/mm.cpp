@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 #include <vector>
 
 #include "cpu/mm_batch.h"
@@ -36,18 +37,34 @@ void forget_remarks(const Batch& batch) {
   if (batch.job.remarks != nullptr) std::memset(batch.job.remarks, 0, static_cast<size_t>(batch.problem.m));
 }
 
-void run_batch(Batch batch, const Threads& threads) {
-  lay_out(&batch, scratch(Scratch::kActivations, bytes_of(batch)));
-  forget_remarks(batch);
-  const auto prepare = [&](int64_t begin, int64_t end) { batch.prepare(begin, end); };
-  const auto pack = [&](int64_t begin, int64_t end) { batch.pack(begin, end); };
-  const auto run = [&](int64_t begin, int64_t end) { batch.run(begin, end); };
-  const bool knows_outliers = batch.job.outliers == nullptr;  // there cannot be any
-  Step rows(threads.count, batch.rows_to_prepare()), units(threads.count, batch.units());
-  TileShares shares(threads.count, batch.tiles_n(), batch.work());
-  if (is_serial(threads, batch.values_to_pack())) {
-    prepare(0, batch.rows_to_prepare());
-    pack(0, batch.units());
+// Batches of the same rows, with different weights.
+void run_batches(std::span<Batch> batches, const Threads& threads) {
+  Batch& first = batches[0];
+  lay_out(&first, scratch(Scratch::kActivations, bytes_of(first)));
+  forget_remarks(first);
+  int64_t tiles = 0, work = 0;
+  for (Batch& batch : batches) {
+    if (&batch != &first) batch.share_x(first);
+    tiles += batch.tiles_n(), work += batch.work();
+  }
+  const auto prepare = [&](int64_t begin, int64_t end) { first.prepare(begin, end); };
+  const auto pack = [&](int64_t begin, int64_t end) { first.pack(begin, end); };
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (const Batch& batch : batches) {
+      const int64_t count = batch.tiles_n();
+      if (begin < count && end > 0) batch.run(std::max<int64_t>(begin, 0), least(end, count));
+      begin -= count, end -= count;
+    }
+  };
+  const auto mend = [&] {
+    for (const Batch& batch : batches) batch.mend(threads);
+  };
+  const bool knows_outliers = first.job.outliers == nullptr;  // there cannot be any
+  Step rows(threads.count, first.rows_to_prepare()), units(threads.count, first.units());
+  TileShares shares(threads.count, tiles, work);
+  if (is_serial(threads, first.values_to_pack())) {
+    prepare(0, first.rows_to_prepare());
+    pack(0, first.units());
   } else {
     // One parallel region: on a busy machine, the end of each region may cost a scheduler time slice.
     threads.for_each([&](int thread) {
@@ -55,15 +72,17 @@ void run_batch(Batch batch, const Threads& threads) {
       units.run(pack);
       if (knows_outliers) shares.run(thread, run);
     });
-    if (knows_outliers) return batch.mend(threads);
+    if (knows_outliers) return mend();
   }
-  if (batch.has_outliers()) {
-    batch.run_with_outliers(threads);
+  if (first.has_outliers()) {
+    for (const Batch& batch : batches) batch.run_with_outliers(threads);
   } else {
     threads.for_each([&](int thread) { shares.run(thread, run); });
   }
-  batch.mend(threads);
+  mend();
 }
+
+void run_batch(Batch batch, const Threads& threads) { run_batches({&batch, 1}, threads); }
 
 // For more threads than parts: a few threads share each part, with a barrier after every step.
 void run_shared(std::vector<Batch>& parts, const Threads& threads) {
@@ -132,6 +151,45 @@ Cut cut(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t thre
 }  // namespace
 
 const char* mm_kernel(const Problem& problem, Features features) { return choose(problem, features).name; }
+
+namespace {
+
+// Whether both pack x in the same way: they differ in N, the bias and the alignment of W at most.
+bool pack_alike(const Problem& a, const Problem& b) {
+  const auto form = [](const Problem& p) {
+    return std::tuple(p.m, p.k, p.x, p.weight, p.x_dtype, p.y_dtype, p.x_scaling, p.weight_scaling, p.group_size,
+                      p.has_zeros, p.scale_dtype, p.x_zeros, p.quantizes_x, p.x_rotation, p.row_scales,
+                      p.batch_invariant);
+  };
+  return form(a) == form(b);
+}
+
+}  // namespace
+
+Status mm(std::span<const Gemm> gemms, const Threads& threads) {
+  Features features;
+  if (Status status = selected_features(&features); !status.ok()) return status;
+  const Problem& first = gemms[0].problem;
+  const Kernel& kernel = choose(first, features);
+  const bool one_pass = std::all_of(gemms.begin(), gemms.end(), [&](const Gemm& gemm) {
+    const Problem& p = gemm.problem;
+    return pack_alike(first, p) && &choose(p, features) == &kernel &&
+           cut(kernel, p, gemm.arguments, threads.count).count == 1;
+  });
+  if (!one_pass) {
+    for (const Gemm& gemm : gemms) {
+      if (Status status = mm(gemm.problem, gemm.arguments, threads); !status.ok()) return status;
+    }
+    return {};
+  }
+  const QuantizeKernels& quantizers = quantize_kernels(features);
+  std::vector<Batch> batches;
+  for (const auto& [problem, arguments] : gemms) {
+    batches.push_back(Batch::of(kernel, problem, arguments, 0, problem.m, &quantizers));
+  }
+  run_batches(batches, threads);
+  return {};
+}
 
 Status mm(const Problem& p, const Arguments& a, const Threads& threads) {
   Features features;

@@ -85,6 +85,20 @@ void Batch::lay_out(Pieces& pieces) {
   job.remarks = problem.x != Format::kInt8 ? pieces.take<uint8_t>(job.m) : nullptr;
 }
 
+void Batch::share_x(const Batch& packed) {
+  const Arguments own = arguments;
+  arguments = packed.arguments;
+  arguments.weight = own.weight, arguments.scales = own.scales, arguments.row_scales = own.row_scales;
+  arguments.weight_sums = own.weight_sums, arguments.bias = own.bias, arguments.y = own.y;
+  rounding = packed.rounding, wide = packed.wide;
+  job = packed.job;
+  job.n = problem.n, job.tiles_n = tiles_n();
+  job.weight = static_cast<const uint8_t*>(own.weight), job.scales = own.scales;
+  job.weight_sums = own.weight_sums;
+  job.bias = problem.has_bias ? own.bias : nullptr, job.bias_dtype = problem.bias_dtype;
+  job.y = own.y;
+}
+
 int64_t Batch::rows_to_prepare() const {
   return !changes_rows() || (kernel->packing != nullptr && kernel->packing->packs_rows()) ? 0 : problem.m;
 }

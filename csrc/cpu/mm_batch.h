@@ -34,6 +34,8 @@ struct Batch {
 
   // Allocates packed x. Without memory `pieces` only counts bytes.
   void lay_out(Pieces& pieces);
+  // Instead: reads the packed x of a batch that differs in the weight, bias and y alone.
+  void share_x(const Batch& packed);
 
   // The steps, in this order. Each range of a step may run on a different thread.
   int64_t rows_to_prepare() const;  // 0 if nothing is to do, or if pack() does it row by row

@@ -67,6 +67,32 @@ def _grouped_product(scheme: Scheme) -> Callable[[str], float]:
     return error
 
 
+def _merged_product(scheme: Scheme) -> Callable[[str], float]:
+    def error(device: str) -> float:
+        sizes, x = (_N, 2 * _N), _random(33, _K, device=device)
+        quantized = (scheme.quantize(_random(n, _K, device=device)).tensors() for n in sizes)
+        tensors = [each | {"bias": _random(n, device=device)} for n, each in zip(sizes, quantized, strict=True)]
+        operator = ops.MERGED[getattr(qao, f"{scheme.word}_mm").default]
+        lists = {"weight": "qweight", "scales": "scales", "bias": "bias", "weight_sums": "weight_sums"}
+        names = [argument.name for argument in operator._schema.arguments]
+        given = {name: [each.get(key) for each in tensors] for name, key in lists.items() if name in names}
+        separate = [
+            scheme.mm(x, each, scheme.constants(rows, _K)) for each, rows in zip(tensors, (_N, 2 * _N), strict=True)
+        ]
+        return max(map(_distance, operator(x, **given), separate))
+
+    return error
+
+
+def _decode_attention(device: str) -> float:
+    q, k, v = (_random(2, heads, 33, 64, device=device).float() for heads in (4, 2, 2))
+    y = qao.decode_attention(q[:, :, :3], k, v, torch.ones(3, 33, dtype=torch.bool).tril(30), 0.125)
+    keys, values = (tensor.double().repeat_interleave(2, 1) for tensor in (k, v))
+    scores = q[:, :, :3].double() @ keys.transpose(-1, -2) * 0.125
+    weights = torch.softmax(scores.masked_fill(torch.ones(3, 33, dtype=torch.bool).triu(31), -math.inf), -1)
+    return _distance(y, (weights @ values).transpose(1, 2))
+
+
 def _int8_scaled_mm(device: str) -> float:
     x, q = _random(33, _K, device=device), _random(_N, _K, device=device).mul(40).to(torch.int8)
     scales = torch.full((_N,), 0.01, device=device)
@@ -248,7 +274,9 @@ def _embedding(device: str, scheme: Scheme) -> float:
 # Operator name to its error against the reference on a device.
 OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
+    **{f"_merged_{scheme.word}_mm": _merged_product(scheme()) for scheme in schemes.SCHEMES.values()},
     **{f"{word}_grouped_mm": _grouped_product(scheme()) for word, scheme in schemes.SCHEMES.items()},
+    "decode_attention": _decode_attention,
     "expert_sort": _expert_rows,
     "expert_sum": _expert_rows,
     "expert_topk": _expert_topk,
@@ -279,4 +307,4 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
 # Operators without CUDA kernels.
-OF_CPU = ("quantize_blocks", "quantize_fp4")
+OF_CPU = ("decode_attention", "quantize_blocks", "quantize_fp4")

@@ -59,6 +59,7 @@ from .fp4 import (
     pack_fp4,
     unpack_fp4,
 )
+from .attention import decode_attention
 from .autograd import product
 from .batch_invariant import batch_invariant
 from .activation_ops import (
@@ -73,6 +74,7 @@ from .activation_ops import (
     silu_mul_quantize,
     swiglu_quantize,
 )
+from .merged_mm import MERGED
 from .moe_routing import (
     expert_sort,
     expert_sum,
@@ -127,10 +129,12 @@ __all__ = [
     "INT8",
     "INT8_INT4",
     "INT8_INT8",
+    "MERGED",
     "add_rms_norm",
     "add_rms_norm_int4_mm",
     "add_rms_norm_quantize",
     "batch_invariant",
+    "decode_attention",
     "dequantize_fp4",
     "dequantize_fp8",
     "dequantize_int4",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .autograd import DENSE
 from .fake_kernel import fake_kernel
+from .merged_mm import MERGED
 from .packed_shape import TILE_BYTES, TILE_K, TILE_N
 
 
@@ -43,6 +44,29 @@ def _register_product(operator: Any) -> None:
 
 for _product in (*DENSE, torch.ops.qao.int8_scaled_mm.default, torch.ops.qao.fp8_scaled_mm.default):
     _register_product(_product)
+
+
+def _register_merged(operator: Any) -> None:
+    """Fake kernel of GEMMs of several weights: one result per weight."""
+    names = [argument.name for argument in operator._schema.arguments]
+    rows = names.index("out_features") if "out_features" in names else None
+
+    @fake_kernel(operator._schema.name.removeprefix("qao::"))
+    def _(*given: Any) -> list[Tensor]:
+        x, weights = given[:2]
+        if rows is not None and len(given) > rows and given[rows]:
+            return [_like_x(x, n) for n in given[rows]]
+        return [_like_x(x, weight.shape[0] * (1 if rows is None else TILE_N)) for weight in weights]
+
+
+for _merged in MERGED.values():
+    _register_merged(_merged)
+
+
+@fake_kernel("decode_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    batch, heads, queries, _ = q.shape
+    return torch.empty((batch, queries, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
 
 
 @fake_kernel("add_rms_norm_int4_mm")

@@ -71,4 +71,22 @@ __attribute__((always_inline)) static inline void transpose8(__m256i (&a)[8]) {
   for (int i = 0; i < 8; ++i) a[i] = b[i];
 }
 
+// e^v: 2^n times a polynomial in the remainder, at most ln(2) / 2 in magnitude. Relative error 2^-23 for normal
+// results.
+static inline __m256 exponential(__m256 v) {
+  const __m256 n = _mm256_round_ps(_mm256_mul_ps(v, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  __m256 rest = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), v);
+  rest = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), rest);
+  __m256 sum = _mm256_set1_ps(1.0f / 720);
+  for (const float coefficient : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    sum = _mm256_fmadd_ps(sum, rest, _mm256_set1_ps(coefficient));
+  }
+  // 2^n as the product of two powers, each a normal float.
+  const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
+  const auto power = [](__m256i exponent) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
+  };
+  return _mm256_mul_ps(_mm256_mul_ps(sum, power(half)), power(_mm256_sub_epi32(whole, half)));
+}
+
 }  // namespace qao::cpu

@@ -21,18 +21,6 @@ __attribute__((always_inline)) inline void for_each16(int64_t count, const Task&
   if (k < count) task(k, first(count - k));
 }
 
-// e^v: 2^n times a polynomial in the remainder, at most ln(2) / 2 in magnitude. Relative error 2^-23.
-__m512 exponential(__m512 v) {
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);
-  rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), rest);
-  __m512 sum = _mm512_set1_ps(1.0f / 720);
-  for (const float coefficient : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(coefficient));
-  }
-  return _mm512_scalef_ps(sum, n);
-}
-
 __m512 silu(__m512 x) {
   // Beyond +-100 e^v exceeds float32; NaN passes both limits.
   const __m512 v = _mm512_max_ps(_mm512_set1_ps(-100), _mm512_sub_ps(_mm512_setzero_ps(), x));

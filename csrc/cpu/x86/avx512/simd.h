@@ -145,4 +145,16 @@ __attribute__((always_inline)) static inline void transpose16(__m512i (&a)[16]) 
   for (int i = 0; i < 16; ++i) a[i] = b[i];
 }
 
+// e^v: 2^n times a polynomial in the remainder, at most ln(2) / 2 in magnitude. Relative error 2^-23.
+static inline __m512 exponential(__m512 v) {
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);
+  rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), rest);
+  __m512 sum = _mm512_set1_ps(1.0f / 720);
+  for (const float coefficient : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(coefficient));
+  }
+  return _mm512_scalef_ps(sum, n);
+}
+
 }  // namespace qao::cpu

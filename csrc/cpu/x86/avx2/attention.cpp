@@ -1,0 +1,27 @@
+// Attention over a chunk of keys with AVX2.
+#include "cpu/attention_chunk.h"
+#include "cpu/x86/avx2/simd.h"
+
+namespace qao::cpu {
+namespace {
+
+struct Simd {
+  static constexpr int kLanes = 8;
+  typedef float Floats __attribute__((vector_size(32)));
+  static Floats load(const void* data, int64_t index, DType dtype, int64_t count) {
+    return load_first(data, index, dtype, count);
+  }
+  static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+  static Floats exponential(Floats v) { return cpu::exponential(v); }
+  static float sum(Floats v) {
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+  }
+};
+
+}  // namespace
+
+const AttentionKernels avx2::kAttention = {Attention<Simd>::floats, Attention<Simd>::chunk};
+
+}  // namespace qao::cpu

@@ -1,0 +1,162 @@
+// GEMM operators of several weights and one x, such as the q, k and v projections of an attention block.
+//
+// Graph passes call them (python/qao/inductor). Arguments are those of the operator of one weight, in lists. The
+// results have the bits of separate calls.
+#include <memory>
+
+#include "operators.h"
+#include "product.h"
+
+namespace qao {
+namespace {
+
+using Tensors = std::vector<Tensor>;
+using Optionals = std::vector<std::optional<Tensor>>;
+
+// One call per weight, each with its own error message.
+struct Calls {
+  Calls(const char* name, const Tensor& x, const Tensors& weights, const Tensors& scales, const Optionals& biases,
+        const Optionals* sums = nullptr)
+      : x(x), weights(weights), scales(scales), biases(biases), sums(sums) {
+    const size_t count = weights.size();
+    const bool fits =
+        count >= 1 && scales.size() == count && biases.size() == count && (sums == nullptr || sums->size() == count);
+    Call(name, x).op.check(fits, "weight, scales, bias and weight_sums must be lists of one length, at least 1",
+                           "Pass one tensor or None per weight");
+    for (size_t i = 0; i < count; ++i) {
+      Call& call = *calls.emplace_back(std::make_unique<Call>(name, x));
+      call.op.involve("index of the weight", static_cast<int64_t>(i));
+    }
+  }
+
+  // Calls use(i, product) for the product of every weight, and runs them.
+  template <typename Use>
+  Tensors run(const Use& use) {
+    std::vector<std::unique_ptr<Product>> products;
+    std::vector<Product*> pointers;
+    for (size_t i = 0; i < calls.size(); ++i) {
+      Call& call = *calls[i];
+      products.push_back(std::make_unique<Product>(call.op, call.x, weights[i], scales[i], biases[i]));
+      if (sums != nullptr) products.back()->add_weight_sums((*sums)[i]);
+      use(i, *products.back());
+      pointers.push_back(products.back().get());
+    }
+    return Product::run_merged(pointers);
+  }
+
+  // Sizes of packed weight i; `out_features` is empty if they are to be inferred.
+  PackedSizes sizes(size_t i, const std::vector<int64_t>& out_features, int64_t in_features, int64_t group_size) const {
+    calls[i]->op.check(out_features.empty() || out_features.size() == calls.size(),
+                       "out_features must have one number per weight, or none", "Pass the N of every weight");
+    return {out_features.empty() ? 0 : out_features[i], in_features, group_size};
+  }
+
+  const Tensor& x;
+  const Tensors &weights, &scales;
+  const Optionals& biases;
+  const Optionals* sums;
+  std::vector<std::unique_ptr<Call>> calls;
+};
+
+Tensors merged_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
+                       std::vector<int64_t> out_features, int64_t in_features, int64_t group_size) {
+  Calls calls("_merged_int4_mm", x, weight, scales, bias);
+  return calls.run([&](size_t i, Product& product) {
+    product.use_packed_weight(calls.sizes(i, out_features, in_features, group_size));
+    product.use_float_x(x);
+  });
+}
+
+Tensors merged_fp4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
+                      std::vector<int64_t> out_features, int64_t in_features, int64_t group_size) {
+  Calls calls("_merged_fp4_mm", x, weight, scales, bias);
+  return calls.run([&](size_t i, Product& product) {
+    product.use_fp4_weight(calls.sizes(i, out_features, in_features, group_size));
+    product.use_float_x(x);
+  });
+}
+
+Tensors merged_int8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias) {
+  return Calls("_merged_int8_mm", x, weight, scales, bias).run([&](size_t, Product& product) {
+    product.use_weight(kInt8Rows);
+    product.use_float_x(x);
+  });
+}
+
+Tensors merged_fp8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias) {
+  return Calls("_merged_fp8_mm", x, weight, scales, bias).run([&](size_t, Product& product) {
+    product.use_weight(kFp8Rows);
+    product.use_float_x(x);
+  });
+}
+
+Tensors merged_int8_int8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias, Optionals weight_sums,
+                            int64_t x_rotation) {
+  return Calls("_merged_int8_int8_mm", x, weight, scales, bias, &weight_sums).run([&](size_t, Product& product) {
+    product.use_weight(kInt8Rows);
+    product.use_int8_x(x, x_rotation);
+  });
+}
+
+Tensors merged_int8_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias, Optionals weight_sums,
+                            std::vector<int64_t> out_features, int64_t in_features, int64_t group_size,
+                            int64_t x_rotation) {
+  Calls calls("_merged_int8_int4_mm", x, weight, scales, bias, &weight_sums);
+  return calls.run([&](size_t i, Product& product) {
+    product.use_packed_weight(calls.sizes(i, out_features, in_features, group_size));
+    product.use_int8_x(x, x_rotation);
+  });
+}
+
+Tensors merged_fp8_fp8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
+                          std::optional<Tensor> x_scale, int64_t x_group_size, bool fast_accum) {
+  Calls calls("_merged_fp8_fp8_mm", x, weight, scales, bias);
+  return calls.run([&](size_t, Product& product) {
+    product.add_x_scale(x_scale, x_group_size);
+    product.use_weight(kFp8Rows);
+    product.problem.fast_accum = fast_accum;
+    product.use_fp8_x(x, x_group_size);
+  });
+}
+
+Tensors merged_fp8_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
+                           std::vector<int64_t> out_features, int64_t in_features, int64_t group_size,
+                           bool fast_accum) {
+  Calls calls("_merged_fp8_int4_mm", x, weight, scales, bias);
+  return calls.run([&](size_t i, Product& product) {
+    product.use_packed_weight(calls.sizes(i, out_features, in_features, group_size));
+    product.problem.fast_accum = fast_accum;
+    product.use_fp8_x(x);
+  });
+}
+
+constexpr Operator kOperators[] = {
+    operator_of<"_merged_int4_mm", merged_int4_mm>(
+        "_merged_int4_mm(Tensor x, Tensor[] weight, Tensor[] scales, Tensor?[] bias, int[] out_features=[], int "
+        "in_features=0, int group_size=0) -> Tensor[]"),
+    operator_of<"_merged_fp4_mm", merged_fp4_mm>(
+        "_merged_fp4_mm(Tensor x, Tensor[] weight, Tensor[] scales, Tensor?[] bias, int[] out_features=[], int "
+        "in_features=0, int group_size=0) -> Tensor[]"),
+    operator_of<"_merged_int8_mm", merged_int8_mm>(
+        "_merged_int8_mm(Tensor x, Tensor[] weight, Tensor[] scales, Tensor?[] bias) -> Tensor[]"),
+    operator_of<"_merged_fp8_mm", merged_fp8_mm>(
+        "_merged_fp8_mm(Tensor x, Tensor[] weight, Tensor[] scales, Tensor?[] bias) -> Tensor[]"),
+    operator_of<"_merged_int8_int8_mm", merged_int8_int8_mm>(
+        "_merged_int8_int8_mm(Tensor x, Tensor[] weight, Tensor[] scales, Tensor?[] bias, Tensor?[] weight_sums, int "
+        "x_rotation=0) -> Tensor[]"),
+    operator_of<"_merged_int8_int4_mm", merged_int8_int4_mm>(
+        "_merged_int8_int4_mm(Tensor x, Tensor[] weight, Tensor[] scales, Tensor?[] bias, Tensor?[] weight_sums, int[] "
+        "out_features=[], int in_features=0, int group_size=0, int x_rotation=0) -> Tensor[]"),
+    operator_of<"_merged_fp8_fp8_mm", merged_fp8_fp8_mm>(
+        "_merged_fp8_fp8_mm(Tensor x, Tensor[] weight, Tensor[] scales, Tensor?[] bias, Tensor? x_scale=None, int "
+        "x_group_size=-1, bool fast_accum=False) -> Tensor[]"),
+    operator_of<"_merged_fp8_int4_mm", merged_fp8_int4_mm>(
+        "_merged_fp8_int4_mm(Tensor x, Tensor[] weight, Tensor[] scales, Tensor?[] bias, int[] out_features=[], int "
+        "in_features=0, int group_size=0, bool fast_accum=False) -> Tensor[]"),
+};
+
+}  // namespace
+
+Operators merged_mm_operators() { return kOperators; }
+
+}  // namespace qao
