@@ -181,6 +181,7 @@ PACKAGES = (
     ("nn",),
     ("distributed",),
     ("quantization",),
+    ("inductor",),
     ("calibration", "checkpoints", "diagnostics"),
     ("integrations",),
     ("cli",),

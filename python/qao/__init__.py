@@ -15,6 +15,8 @@ from ._version import __version__ as __version__
 from .calibration import calibrate
 from .checkpoints.save_load import load, save
 from .diagnostics.explain import explain
+from .inductor.backend import compile
+from .inductor.backend import inductor_options as inductor_options
 from .integrations.huggingface.config import QaoConfig
 from .integrations.huggingface.from_pretrained import from_pretrained
 from .integrations.imports import install as _install
@@ -32,8 +34,8 @@ from .schemes import (
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
-    Scheme,
 )
+from .schemes import Scheme as Scheme
 
 __all__ = [
     "Float8DynamicActivationFloat8Weight",
@@ -47,8 +49,8 @@ __all__ = [
     "Int8WeightOnly",
     "QaoConfig",
     "QuantLinear",
-    "Scheme",
     "calibrate",
+    "compile",
     "dequantize_",
     "explain",
     "from_pretrained",

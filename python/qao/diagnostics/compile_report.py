@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from .._words import counted
+from ..inductor import report as passes
+from ..quantization.report import common_name
 
 _LINES, _COLUMNS = 10, 400  # shown of an error
 
@@ -25,6 +27,8 @@ class Compilation:
     breaks: list[str] = field(default_factory=list)  # reason and location, one entry per location
     recompiles: list[str] = field(default_factory=list)  # the failed guard, one entry per recompilation
     graph_inputs: list[int] = field(default_factory=list)  # number of tensors and sizes that enter each graph
+    replaced: dict[str, list[str]] = field(default_factory=dict)  # modules that a graph pass replaced, by its operator
+    left: dict[str, list[str]] = field(default_factory=dict)  # modules that a graph pass left, by the reason
     seconds: float = 0.0
     error: str | None = None  # error of a failed compilation or call
 
@@ -32,6 +36,8 @@ class Compilation:
         """Lines of the report."""
         inputs = ", ".join(str(count) for count in self.graph_inputs)
         yield f"torch.compile: {counted(self.graphs, 'graph')} in {self.seconds:.1f} s; inputs: {inputs or 'none'}"
+        yield from (f"graph pass: {what}: {_counted(places)}" for what, places in self.replaced.items())
+        yield from (f"no graph pass: {why}: {_counted(places)}" for why, places in self.left.items())
         yield from (f"graph break: {text}" for text in self.breaks)
         yield from (f"recompiled: {_first_line(text)}" for text in self.recompiles)
         if self.error is not None:
@@ -74,12 +80,15 @@ def compiled(model: nn.Module, calls: list[Call], options: dict[str, Any]) -> Co
     _forget_compilations()
     utils.counters.clear()
     utils.clear_compilation_metrics()
-    function = torch.compile(model, **options)
+    function = torch.compile(model, **{"backend": "qao", **options})
     try:
-        for arguments, keywords in calls:
-            function(*arguments, **keywords)
+        # A graph from a cache has been through the passes before.
+        with passes.collected() as report, torch.compiler.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
+            for arguments, keywords in calls:
+                function(*arguments, **keywords)
     except Exception as error:  # a failed compilation is a result: report its message
         result.error = f"{type(error).__name__}: {error}"
+    result.replaced, result.left = report.replaced, report.left
     frames = utils.get_compilation_metrics()
     result.graphs = utils.counters["stats"]["unique_graphs"]
     result.graph_inputs = [frame.graph_input_count or 0 for frame in frames if frame.graph_op_count]
@@ -133,6 +142,14 @@ def _shortened(text: str) -> Iterator[str]:
         yield line if len(line) <= _COLUMNS else f"{line[:_COLUMNS]} …"
     if len(lines) > _LINES:
         yield f"… and {len(lines) - _LINES} more lines: explanation.compilation.error"
+
+
+def _counted(places: list[str]) -> str:
+    """Places that differ only in their numbers are one entry."""
+    alike: dict[str, list[str]] = {}
+    for place in places:
+        alike.setdefault(re.sub(r"\d+", "#", place), []).append(place)
+    return "; ".join(common_name(names) for names in alike.values())
 
 
 def _first_line(text: str) -> str:

@@ -74,6 +74,7 @@ _PARTS = {
     "diffusers.models.attention_processor": "huggingface.fused_projections",
     "diffusers.quantizers.auto": "huggingface.diffusers",
     "peft": "huggingface.peft",
+    "torch._dynamo.backends.registry": "torch.compile_backend",
     "torch.distributed.checkpoint.state_dict_loader": "torch.distributed_checkpoint",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "torch.fsdp",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "torch.flat_fsdp",

@@ -1,0 +1,82 @@
+"""Pass: attention of a few tokens over a key-value cache becomes ``qao::decode_attention``.
+
+ATen's attention of a CPU reads keys and values with one head per query head. Models with grouped queries therefore
+repeat both in front of it, which copies the whole cache for every token. The operator reads the cache as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .nodes import arguments, aten, call, is_call, strip, value
+from .report import Report
+
+MOST_QUERIES = 16  # tokens of a call up to which the operator is faster: decoding, and checks of drafted tokens
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
+def replace_attention(graph: Graph, report: Report) -> None:
+    """Replace the attention of few tokens in ``graph``, in place."""
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        given = arguments(node)
+        why = _unsuitable(node, given)
+        if why is not None:
+            report.leave(f"attention: {why}", node)
+            continue
+        query, key, other = given["query"], _ungrouped(given["key"]), _ungrouped(given["value"])
+        scale = given["scale"] if given["scale"] is not None else value(query).shape[-1] ** -0.5
+        with graph.inserting_before(node):
+            y = call(graph, node, torch.ops.qao.decode_attention.default, query, key, other, given["attn_mask"], scale)
+            y = call(graph, node, aten.permute.default, y, [0, 2, 1, 3])
+        for user in list(node.users):
+            user.replace_all_uses_with(y)
+            graph.erase_node(user)
+        graph.erase_node(node)
+        report.replace("decode_attention", node)
+
+
+def _unsuitable(node: Node, given: dict[str, Any]) -> str | None:
+    """Why this attention stays."""
+    tokens = value(given["query"]).shape[2]
+    if not isinstance(tokens, int):
+        return "the number of tokens is dynamic; a call with one token has a graph to itself"
+    if tokens > MOST_QUERIES:
+        return f"more than {MOST_QUERIES} tokens, for which ATen's kernel is faster"
+    if given["is_causal"] and tokens > 1:
+        return "a causal mask without a tensor"
+    if given["dropout_p"]:
+        return "dropout"
+    if any(not is_call(user, operator.getitem) or user.args[1] != 0 for user in node.users):
+        return "its log-sum-exp is used"
+    if _ungrouped(given["key"]) is not given["key"] and _groups(given["key"]) != _groups(given["value"]):
+        return "keys and values are repeated differently"
+    return None
+
+
+def _ungrouped(node: Node) -> Node:
+    """Keys or values [B, heads, S, D] before they were repeated for the query heads of a group."""
+    expanded = _expanded(node)
+    return node if expanded is None else expanded.args[0].args[0]  # type: ignore[union-attr, return-value]
+
+
+def _groups(node: Node) -> int:
+    expanded = _expanded(node)
+    return 1 if expanded is None else value(expanded).shape[2]
+
+
+def _expanded(node: Node) -> Node | None:
+    """The node that expands [B, kv heads, 1, S, D] to [B, kv heads, group, S, D], below a view of four dimensions."""
+    expanded = strip(node, *_VIEWS, aten.clone.default)
+    if not is_call(expanded, aten.expand.default) or value(node).dim() != 4 or value(expanded).dim() != 5:
+        return None
+    single = expanded.args[0]
+    if not is_call(single, aten.unsqueeze.default) or single.args[1] != 2:
+        return None
+    batch, kv_heads, group, length, size = value(expanded).shape
+    repeated = value(node).shape == (batch, kv_heads * group, length, size)
+    return expanded if repeated and value(single.args[0]).shape == (batch, kv_heads, length, size) else None

@@ -1,0 +1,32 @@
+"""The graph pass that Inductor calls: it runs the passes of this package in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph
+
+from . import report
+from .attention import replace_attention
+from .products import merge_products
+
+_PASSES = replace_attention, merge_products
+_SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+
+
+class GraphPass(CustomGraphPass):
+    """All passes over one graph of ATen operators, which has no in-place operators."""
+
+    def __call__(self, graph: Graph) -> None:
+        # AOTAutograd names the inputs of the graphs of training primals and tangents. They stay as they are.
+        if any(node.name.startswith(("primals_", "tangents_")) for node in graph.find_nodes(op="placeholder")):
+            return
+        for replace in _PASSES:
+            replace(graph, report.current())
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        """The part of Inductor's cache key that stands for these passes."""
+        return get_hash_for_files(_SOURCES)

@@ -1,0 +1,50 @@
+"""Helpers of the passes: sizes and operands of nodes, and new nodes with fake values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+
+aten: Any = torch.ops.aten
+_ORIGIN = "nn_module_stack", "stack_trace", "source_fn_stack"
+
+
+def value(node: Node) -> Tensor:
+    """The fake tensor that stands for a node's result."""
+    return node.meta["val"]  # type: ignore[no-any-return]
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """All arguments of an operator's node by name, with defaults."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+    defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    return {**defaults, **given, **node.kwargs}
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether ``node`` is a call of one of these operators."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """A new node at the insertion point of ``graph``, with its fake value, and the origin of ``like``."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {key: like.meta[key] for key in _ORIGIN if key in like.meta}
+    values, keywords = torch.fx.map_arg((args, kwargs), value)
+    with detect_fake_mode(torch.utils._pytree.tree_leaves((values, keywords))) or nullcontext():
+        node.meta["val"] = target(*values, **keywords)
+    return node
+
+
+def strip(node: Any, *targets: Any) -> Any:
+    """The operand under calls of unary operators ``targets``."""
+    while is_call(node, *targets):
+        node = node.args[0]
+    return node

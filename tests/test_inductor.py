@@ -1,0 +1,249 @@
+"""The backend "qao" of torch.compile: which graph passes fire, and that results stay those of the eager model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ops_support
+import pytest
+import qao
+import torch
+from qao.inductor import report
+from test_compile_schemes import SCHEMES
+from torch import Tensor, nn
+
+
+def randn(*size: int, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    return ops_support.randn(*size, seed=seed, dtype=dtype, device=device)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No graph from a cache: it would skip the passes."""
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+class Projections(nn.Module):
+    """Three layers of one x; the third has other rows and a bias."""
+
+    def __init__(self, sizes: tuple[int, ...] = (32, 48, 16), k: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias=n == sizes[-1]) for n in sizes)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+def compiled(model: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, report.Report]:
+    with report.collected() as seen, torch.inference_mode():
+        y = qao.compile(model, fullgraph=True, **kwargs)(*inputs)
+    return y, seen
+
+
+def places(seen: report.Report) -> list[str]:
+    return [place for places in seen.replaced.values() for place in places]
+
+
+# ---- products of one x -----------------------------------------------------------------------------------------------
+
+
+def test_layers_of_one_input_are_one_product_with_the_same_bits(device: str) -> None:
+    """Every scheme, with K and N that are no multiples of a tile for some."""
+    models = nn.ModuleDict()
+    for name, scheme in SCHEMES.items():
+        block = "block" in name
+        models[name] = Projections((256, 384, 128) if block else (32, 48, 17), 256 if block else 80)
+        qao.quantize_(models[name], scheme, progress=False)
+    models = models.to(device, torch.bfloat16)
+    inputs = [randn(3, 256 if "block" in name else 80, seed=1, device=device, dtype=torch.bfloat16) for name in SCHEMES]
+
+    class All(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.models = models
+
+        def forward(self, *inputs: Tensor) -> list[list[Tensor]]:
+            return [model(x) for model, x in zip(self.models.values(), inputs, strict=True)]
+
+    model = All()
+    with torch.inference_mode():
+        expected = model(*inputs)
+    actual, seen = compiled(model, *inputs)
+    for name, one, other in zip(SCHEMES, actual, expected, strict=True):
+        assert [a.shape for a in one] == [b.shape for b in other], name
+        assert all(map(torch.equal, one, other)), name
+    # Layers with static scales of x may have different ones.
+    merged = [f"models.{name}.layers.(0, 1, 2)" for name in SCHEMES if name != "fp8_fp8_static"]
+    assert sorted(places(seen)) == (sorted(merged) if device == "cpu" else [])
+
+
+def test_layers_of_different_forms_are_merged_by_form() -> None:
+    model = Projections((32, 32, 32, 32, 16))
+    qao.quantize_(
+        model,
+        {
+            "re:layers.[01]": qao.Int4WeightOnly(group_size=32),
+            "layers.2": qao.Int4WeightOnly(group_size=64),
+            "re:layers.[34]": qao.Int8WeightOnly(),
+        },
+        progress=False,
+    )
+    x = randn(2, 64, seed=1)
+    with torch.inference_mode():
+        expected = model(x)
+    actual, seen = compiled(model, x)
+    assert all(map(torch.equal, actual, expected))
+    assert places(seen) == ["layers.(0, 1)", "layers.(3, 4)"]
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("tokens", [0, 1, 40, 300])
+def test_merged_products_of_any_number_of_tokens(tokens: int) -> None:
+    model = Projections((256, 48))
+    qao.quantize_(model, qao.Int8DynamicActivationInt4Weight(group_size=32), progress=False)
+    arguments = [[layer.qweight for layer in model.layers], [layer.scales for layer in model.layers]]
+    biases = [layer.bias for layer in model.layers]
+    x = randn(tokens, 64, seed=1)
+    x[tokens // 2 :, 3] = float("inf")
+    with torch.inference_mode():
+        actual = torch.ops.qao._merged_int8_int4_mm(x, *arguments, biases, [None, None])
+        expected = model(x)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [1e30, float("inf"), float("nan")])
+def test_merged_products_of_values_far_apart(value: float) -> None:
+    """Outliers, Inf and NaN leave the kernels' fixed-point x, in every weight."""
+    model = Projections((256, 48), 512).bfloat16()
+    qao.quantize_(model, qao.Int4WeightOnly(group_size=32), progress=False)
+    x = randn(2, 512, seed=1).bfloat16()
+    x[1, 7], x[0, 5] = value, 1e-3
+    first, second = model.layers
+    with torch.inference_mode():
+        actual = torch.ops.qao._merged_int4_mm(
+            x, [first.qweight, second.qweight], [first.scales, second.scales], [first.bias, second.bias]
+        )
+        torch.testing.assert_close(actual, model(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_error_of_a_merged_product_names_its_weight() -> None:
+    model = Projections((32, 48))
+    qao.quantize_(model, qao.Int4WeightOnly(group_size=32), progress=False)
+    weights, scales = ([getattr(layer, name) for layer in model.layers] for name in ("qweight", "scales"))
+    x = randn(2, 64, seed=1)
+    with pytest.raises(RuntimeError, match=r"qao::_merged_int4_mm: bias must .*index of the weight: 1"):
+        torch.ops.qao._merged_int4_mm(x, weights, scales, [None, torch.zeros(47)])
+    with pytest.raises(RuntimeError, match=r"qao::_merged_int4_mm: weight, scales, bias .* lists of one length"):
+        torch.ops.qao._merged_int4_mm(x, weights, scales, [None])
+    with pytest.raises(RuntimeError, match=r"qao::_merged_int4_mm: out_features must have one number per weight"):
+        torch.ops.qao._merged_int4_mm(x, weights, scales, [None, None], [32], 64, 32)
+
+
+# ---- the backend -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"mode": "reduce-overhead"}, {"dynamic": True}, {"options": {"max_autotune": False}}], ids=str
+)
+def test_other_arguments_of_compile(device: str, kwargs: dict[str, Any]) -> None:
+    model = Projections()
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    model = model.to(device)
+    function = torch.compile(model, backend="qao", fullgraph=True, **kwargs)
+    for tokens in (3, 5, 1):
+        x = randn(tokens, 64, seed=tokens, device=device)
+        with torch.inference_mode():
+            assert all(map(torch.equal, function(x), model(x)))
+
+
+def test_options_for_inductor_itself() -> None:
+    model = Projections()
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    x = randn(3, 64, seed=1)
+    with report.collected() as seen, torch.inference_mode():
+        y = torch.compile(model, options=qao.inductor_options())(x)
+        assert all(map(torch.equal, y, model(x)))
+    assert places(seen) == ["layers.(0, 1, 2)"]
+
+
+def test_a_graph_with_gradients_stays_as_it_is() -> None:
+    model = Projections()
+    qao.quantize_(model, qao.Int4WeightOnly(group_size=32), progress=False)
+    x = randn(3, 64, seed=1).requires_grad_()
+    with report.collected() as seen:
+        y = qao.compile(model, fullgraph=True)(x)
+        torch.cat(y, -1).square().sum().backward()
+    own = x.detach().clone().requires_grad_()
+    torch.cat(model(own), -1).square().sum().backward()
+    assert not places(seen) and x.grad is not None
+    torch.testing.assert_close(x.grad, own.grad)
+
+
+def test_arguments_that_cannot_be_combined() -> None:
+    with pytest.raises(ValueError, match=r"^qao.compile: backend='inductor' is not possible"):
+        qao.compile(nn.Linear(2, 2), backend="inductor")
+    with pytest.raises(ValueError, match=r"post_grad_custom_pre_pass.* is already the place of qao's graph passes"):
+        qao.compile(nn.Linear(2, 2), options={"post_grad_custom_pre_pass": qao.inductor_options().popitem()[1]})
+
+
+def test_a_float_model_compiles_too() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), randn(2, 8, seed=1)
+    y, seen = compiled(model, x)
+    assert not places(seen)
+    torch.testing.assert_close(y, model(x))
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+class CachedAttention(nn.Module):
+    """Grouped queries over a static cache, as the attention of transformers' models."""
+
+    def __init__(self, repeat: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.repeat = repeat
+        self.k, self.v = (nn.Buffer(randn(2, 2, 60, 16, seed=seed, dtype=dtype)) for seed in (1, 2))
+
+    def forward(self, q: Tensor, position: Tensor) -> Tensor:
+        k, v = self.k, self.v
+        mask = torch.arange(60) <= (torch.arange(q.shape[2]) + position)[:, None]
+        if self.repeat == "expand":
+            k, v = (each[:, :, None].expand(2, 2, 3, 60, 16).reshape(2, 6, 60, 16) for each in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.repeat == "enable_gqa")
+        return y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("repeat", ["expand", "enable_gqa"])
+def test_attention_of_few_tokens_reads_the_cache_once(repeat: str, dtype: torch.dtype) -> None:
+    model = CachedAttention(repeat, dtype)
+    for tokens in (1, 16, 17):
+        q, position = randn(2, 6, tokens, 16, seed=3, dtype=dtype), torch.tensor(20)
+        torch._dynamo.reset()
+        y, seen = compiled(model, q, position, dynamic=False)
+        expected = model.double()(q.double(), position)
+        model.to(dtype)
+        assert (y.double() - expected).abs().max() <= torch.finfo(dtype).eps * 4 * expected.abs().max()
+        assert (list(seen.replaced), bool(seen.left)) == ((["decode_attention"], False) if tokens < 17 else ([], True))
+
+
+def test_attention_without_groups_mask_or_cache() -> None:
+    def attention(q: Tensor, k: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, k, scale=0.3)
+
+    q, k = randn(1, 4, 2, 8, seed=1), randn(1, 4, 9, 8, seed=2)
+    y, seen = compiled(attention, q, k)
+    torch.testing.assert_close(y, attention(q, k))
+    assert list(seen.replaced) == ["decode_attention"]
+
+
+def test_attention_of_a_dynamic_number_of_tokens_stays() -> None:
+    model = CachedAttention("expand", torch.float32)
+    q = randn(2, 6, 5, 16, seed=3)
+    y, seen = compiled(model, q, torch.tensor(20), dynamic=True)
+    torch.testing.assert_close(y, model(q, torch.tensor(20)))
+    assert not seen.replaced and "dynamic" in next(iter(seen.left))
