@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -468,18 +469,43 @@ def test_generate_and_chat(
         ids = tokenizer("Hello", return_tensors="pt")["input_ids"]
         made = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
         capsys.readouterr()
-        options = ["--max-new-tokens", "12", "--temperature", "0", "--json"]
+        options = ["--max-new-tokens", "12", "--temperature", "0", "--json", "--no-compile"]
         assert main(["generate", str(path), "Hello", *options]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["text"] == tokenizer.decode(made, skip_special_tokens=True) and report["tokens"] == len(made)
 
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/reset\nHello\n\n/exit\nHello\n"))
-    assert main(["chat", str(out), "--max-new-tokens", "12", "--temperature", "0"]) == 0
+    assert main(["chat", str(out), "--max-new-tokens", "12", "--temperature", "0", "--no-compile"]) == 0
     captured = capsys.readouterr()
     half = len(captured.out) // 2
     assert half > 0 and captured.out[:half] == captured.out[half:]  # /reset forgets, /exit ends
     assert captured.err.count("[12 tokens, first after") == 2 and "new conversation" in captured.err
     assert main(["generate", str(out), "x", "--max-new-tokens", "0"]) == 2
+
+
+def test_compiled_answers(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    backends: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda call, **options: backends.append(options["backend"]) or call)
+    reports = []
+    for option in ("--no-compile", "--compile"):
+        options = ["--max-new-tokens", "12", "--temperature", "0", "--json", option]
+        assert main(["generate", str(llama), "Hello", *options]) == 0
+        captured = capsys.readouterr()
+        reports.append({name: json.loads(captured.out)[name] for name in ("text", "tokens", "prompt_tokens")})
+    assert reports[0] == reports[1] and reports[0]["tokens"] == 12
+    assert backends == ["qao"] and re.search(r"compiling the decoding step.*\nqao: compiled in \d+ s\n", captured.err)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAnd?\n"))
+    assert main(["chat", str(llama), "--max-new-tokens", "3", "--compile"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("compiled in") == 1 and captured.err.count("[3 tokens, first after") == 2
+
+    def fail(call: Any, **options: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    assert main(["generate", str(llama), "Hello", "--compile"]) == 1
+    assert "LlamaForCausalLM cannot be compiled; use --no-compile: RuntimeError: no compiler" in capsys.readouterr().err
 
 
 def test_eval(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
