@@ -21,6 +21,7 @@ from ...quantization.rules import differing
 from ...schemes import Scheme
 from ..imports import register_part
 from ..wrapping import wrap
+from .compiled_generate import with_backend
 from .config import QaoConfig
 from .from_pretrained import from_pretrained as load
 from .from_pretrained import renamed
@@ -37,6 +38,7 @@ def register() -> None:
 
     register_part("qao.integrations.huggingface.transformers", "watch_loading")
     wrap(modeling_utils.PreTrainedModel, "from_pretrained", _from_pretrained)
+    wrap(modeling_utils.PreTrainedModel, "get_compiled_call", with_backend)
 
 
 def _from_pretrained(upstream: Any) -> Any:

@@ -1,0 +1,147 @@
+"""``generate()`` with a static cache: backend "qao" without further arguments, and the tokens of the eager model.
+
+transformers compiles by itself on a GPU only; a private switch makes it compile on a CPU. Logits in float32 do not tie.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qao
+import torch
+from test_compile_schemes import fresh_dynamo  # noqa: F401  # a fixture of every test
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {**SLIDING, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "mistral": {"sliding_window": 6},
+    "qwen3": {"head_dim": 16},
+    "phi3": {},
+    "glm4": {"head_dim": 16},
+    "cohere": {},
+    "olmo2": {},
+    "gpt_oss": {**SLIDING, **EXPERTS, "num_local_experts": 4},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32},
+}
+
+
+def model_of(name: str, device: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **HEADS, **TOKENS, **MODELS[name]})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():  # with the initial values, every token is the same one
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return model.to(device)
+
+
+def quantized(name: str, device: str) -> Any:
+    model = model_of(name, device)
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    return model
+
+
+def generate(model: Any, batch: int = 1, **options: Any) -> Tensor:
+    """Six tokens for prompts of nine tokens. Those after the first are shorter and padded on the left."""
+    ids = torch.randint(2, SIZES["vocab_size"], (batch, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        ids[row, : 2 * row], mask[row, : 2 * row] = TOKENS["pad_token_id"], 0
+    with torch.inference_mode():
+        return model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            **{"max_new_tokens": 6, "do_sample": False, **options},
+        )
+
+
+# ---- the choice of the backend ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of ``torch.compile``, which compiles nothing here. transformers calls it as on a GPU."""
+    calls: list[dict[str, Any]] = []
+
+    def fake(call: Any, **options: Any) -> Any:
+        calls.append(options)
+        return call
+
+    monkeypatch.setattr(torch, "compile", fake)
+    monkeypatch.setattr(transformers.GenerationMixin, "_valid_auto_compile_criteria", lambda *args: True)
+    return calls
+
+
+def test_quantized_models_get_the_backend(compiled: list[dict[str, Any]], tmp_path: Path) -> None:
+    default, own = transformers.CompileConfig().to_dict(), transformers.CompileConfig(backend="eager", dynamic=True)
+    model, static = model_of("llama", "cpu"), {"cache_implementation": "static"}
+    generate(model, **static)
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    generate(model, **static)
+    generate(model, **static, max_new_tokens=3)  # is compiled already
+    generate(model, **static, compile_config=own)
+    model.save_pretrained(tmp_path)
+    generate(qao.from_pretrained(tmp_path), **static)
+    generate(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), **static)
+    qao.dequantize_(model)
+    generate(model, **static)
+    ours = {**default, "backend": "qao"}
+    assert compiled == [default, ours, own.to_dict(), ours, ours, default]
+    assert "compile" not in (tmp_path / "generation_config.json").read_text()
+
+
+def test_the_first_call_says_what_takes_the_time(
+    compiled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging = transformers.utils.logging
+    model, static = quantized("llama", "cpu"), {"cache_implementation": "static", "max_new_tokens": 2}
+    generate(copy.deepcopy(model), **static)  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(logging, "is_progress_bar_enabled", lambda: False)
+    generate(copy.deepcopy(model), **static)
+    assert "qao" not in capsys.readouterr().err
+    monkeypatch.setattr(logging, "is_progress_bar_enabled", lambda: True)
+    generate(model, **static)
+    generate(model, **static)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("qao: "))
+    assert "decoding step of LlamaForCausalLM, 15 quantized layers, with backend 'qao'" in line and " s" in line
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {"one": {}, "padded": {"batch": 4}, "beams": {"num_beams": 2}, "assisted": {}}
+FAST = {("gemma3_text", "padded")}  # compiling takes seconds
+CASES = [
+    pytest.param(name, way, marks=() if (name, way) in FAST else pytest.mark.slow)
+    for name in MODELS
+    for way in WAYS
+    if way != "assisted" or "sliding_window" not in MODELS[name]  # such a static cache cannot be cropped
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_tokens_of_the_eager_model(name: str, way: str, device: str) -> None:
+    model, options = quantized(name, device), WAYS[way]
+    expected = generate(model, **options)
+    if way == "assisted":
+        options = {"assistant_model": quantized(name, device)}
+    if device == "cpu":
+        config = transformers.CompileConfig(backend="qao", mode="default")
+        config._compile_all_devices = True
+        options = {**options, "compile_config": config}
+    assert torch.equal(generate(model, **options, cache_implementation="static"), expected)
+    assert len(expected[0, 9:].unique()) > 1  # a model that repeats one token shows little
+    assert way == "beams" or counters["stats"]["unique_graphs"] > 0  # transformers does not compile beam search
