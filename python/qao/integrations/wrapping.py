@@ -9,9 +9,13 @@ from typing import Any
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the function ``owner.name`` by ``make(function)``, once. A static or class method stays one."""
+    """Replace the function ``owner.name`` by ``make(function)``, once.
+
+    A static or class method stays one. Of a property, the function is the one that reads it.
+    """
     held = inspect.getattr_static(owner, name)
-    upstream = held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
+    kinds = {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
+    upstream = getattr(held, kinds[type(held)]) if type(held) in kinds else held
     if getattr(upstream, "_of_qao", False):
         return
     own: Any = functools.wraps(upstream)(make(upstream))

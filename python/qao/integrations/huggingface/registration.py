@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -72,23 +71,20 @@ def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
         return False
     quantizer.quantization_config = config
     model.hf_quantizer = quantizer
-    _override_dtype(base)
-    _override_num_parameters(base)
+    wrap(base, "dtype", _dtype)
+    wrap(base, "num_parameters", _num_parameters)
     for name in ("half", "float"):
         wrap(base, name, partial(_cast, base, name))
     if hasattr(base, "_resize_token_embeddings"):
-        _guard_resizing(base)
+        wrap(base, "_resize_token_embeddings", _resize)
     return True
 
 
-def _override_dtype(base: Any) -> None:
-    """Make ``model.dtype`` of ``base`` and its subclasses, the dtype of the first float tensor, skip scales.
+def _dtype(upstream: Any) -> Any:
+    """``model.dtype``, the dtype of the first float tensor, without scales.
 
     Pipelines cast inputs to it, and scales may be float32 in a bfloat16 model.
     """
-    upstream = base.dtype.fget
-    if upstream.__module__ == __name__:
-        return
 
     def dtype(self: nn.Module) -> torch.dtype:
         found: torch.dtype = upstream(self)
@@ -99,24 +95,17 @@ def _override_dtype(base: Any) -> None:
                 break
         return found
 
-    base.dtype = property(dtype, doc=base.dtype.__doc__)
+    return dtype
 
 
-def _override_num_parameters(base: Any) -> None:
-    """Make ``num_parameters()`` of ``base`` and its subclasses count the elements of the unpacked weight.
-
-    These libraries count other four-bit weights in the same way.
-    """
-    upstream = base.num_parameters
-    if upstream.__module__ == __name__:
-        return
+def _num_parameters(upstream: Any) -> Any:
+    """``num_parameters()`` that counts the elements of the unpacked weight, as for other four-bit weights."""
 
     def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         counted: int = upstream(self, only_trainable, exclude_embeddings)
         return counted if only_trainable else counted + targets.uncounted(self.modules(), exclude_embeddings)
 
-    base.num_parameters = functools.wraps(upstream)(num_parameters)
-    base.num_parameters.__module__ = __name__
+    return num_parameters
 
 
 def _cast(base: Any, name: str, upstream: Any) -> Any:
@@ -130,11 +119,8 @@ def _cast(base: Any, name: str, upstream: Any) -> Any:
     return cast
 
 
-def _guard_resizing(base: Any) -> None:
-    """Make ``resize_token_embeddings`` reject a quantized embedding or head before it changes the other one."""
-    upstream = base._resize_token_embeddings
-    if upstream.__module__ == __name__:
-        return
+def _resize(upstream: Any) -> Any:
+    """``resize_token_embeddings`` that rejects a quantized embedding or head before it changes the other one."""
 
     def resize(
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
@@ -153,5 +139,4 @@ def _guard_resizing(base: Any) -> None:
                 )
         return upstream(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
-    base._resize_token_embeddings = functools.wraps(upstream)(resize)
-    base._resize_token_embeddings.__module__ = __name__
+    return resize
