@@ -280,17 +280,18 @@ def test_errors_are_one_line_and_leave_nothing(
     assert [file.name for file in tmp_path.iterdir()] == ["dear.txt"] and sorted(llama.iterdir()) == before
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "eval"])
+@pytest.mark.parametrize("command", ["chat", "generate", "eval", "quantize"])
 def test_a_config_that_is_missing_or_damaged(
     command: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, prompt = tmp_path / "model", ["Hello"] if command == "generate" else []
+    model = tmp_path / "model"
+    more = {"generate": ["Hello"], "quantize": [str(tmp_path / "out"), "--scheme", "int8"]}.get(command, [])
     shutil.copytree(llama, model)
     (model / "config.json").write_text("{")
-    assert main([command, str(model), *prompt]) == 1
+    assert main([command, str(model), *more]) == 1
     assert "config.json: cannot be read as JSON" in stderr_line(capsys)
     (model / "config.json").unlink()
-    assert main([command, str(model), *prompt]) == 1
+    assert main([command, str(model), *more]) == 1
     assert "has no config.json" in stderr_line(capsys)
 
 

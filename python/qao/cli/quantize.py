@@ -113,6 +113,11 @@ def run(args: argparse.Namespace) -> int:
             "quantization_config=PipelineQuantizationConfig(quant_mapping={...: qao.QaoConfig(scheme)}))"
         )
     source = open_to_quantize(args.model)
+    if args.model.is_dir() and not source.config:
+        raise Failure(
+            f"{args.model} has no config.json, which names the model's architecture. If it is a folder of weights "
+            "alone, name the .safetensors file: every matrix in it counts as a linear layer"
+        )
     check_source(args, source)
     if args.calibrate is not None:
         from .calibrated import run as calibrated
