@@ -272,3 +272,37 @@ def test_a_layer_is_read_once_for_all_its_tensors(tmp_path: Path) -> None:
     first, second = state["a.qweight"].load(), state["a.scales"].load()
     assert len(reads) == 1 and torch.equal(first, layer.qweight) and torch.equal(second, layer.scales)
     assert torch.equal(state["a.qweight"].load(), layer.qweight) and len(reads) == 2
+
+
+def test_every_refusal_names_the_file(tmp_path: Path) -> None:
+    """Of a tensor without a module, of a torchao header, of values that a scheme cannot hold; at bounded length."""
+    int8 = {"a._weight_qdata": torch.ones(16, 64, dtype=torch.int8), "a._weight_scale": torch.ones(16, 1)}
+    about = json.dumps({"_type": "Int8Tensor", "_data": {"block_size": [1, 32]}})
+    header = {"tensor_names": '["a.weight"]', "a.weight": about}
+    nvfp4 = {"a.weight": torch.zeros(32, 32, dtype=torch.uint8), "a.weight_scale_2": torch.tensor(1e-38)}
+    nvfp4["a.weight_scale"] = torch.ones(32, 4).to(torch.float8_e4m3fn)
+    fp8 = {".weight": torch.ones(16, 32).to(torch.float8_e4m3fn), ".weight_scale": torch.ones(())}
+    for tensors, settings, metadata in (
+        (int8, {"quant_method": "torchao"}, header),
+        (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}),
+        (fp8, {"quant_method": "fp8"}, {}),
+    ):
+        write(tmp_path, tensors, {"quantization_config": settings}, **metadata)
+        with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+            for layer in open_checkpoint(tmp_path).layers.values():
+                layer.pack()
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    text = b'{"a":{"dtype":"F32","shape":"' + b"y" * 5000 + b'","data_offsets":[0,4]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[-4:])
+    with pytest.raises(CheckpointError, match="not a readable safetensors file") as caught:
+        open_checkpoint(tmp_path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_load_refuses_another_dtype_by_value_error(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(qao.QuantLinear.from_linear(torch.nn.Linear(64, 16), qao.Int8WeightOnly()))
+    state = model.state_dict()
+    write(tmp_path, state | {"0.qweight": state["0.qweight"].float()}, {})
+    with pytest.raises(ValueError, match=rf"(?s)load: {re.escape(str(tmp_path))}.*float32\[16, 64\]"):
+        qao.load(tmp_path, model)

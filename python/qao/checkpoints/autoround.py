@@ -36,7 +36,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
             f"AWQ are. {_REMEDY}"
         )
     first = "gptq" in packing and "gptqmodel" not in packing
-    names = [check_layer_name(key, ".qweight") for key in files.names if key.endswith(".qweight")]
+    names = [check_layer_name(files, key, ".qweight") for key in files.names if key.endswith(".qweight")]
     layers = []
     for name in names:
         own = _of_layer(settings, name)

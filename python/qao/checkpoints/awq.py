@@ -31,7 +31,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
     Raises:
         CheckpointError: also for layouts other than "gemm", bits other than 4, and weights without zero points.
     """
-    names = [check_layer_name(key, ".qweight") for key in files.names if key.endswith(".qweight")]
+    names = [check_layer_name(files, key, ".qweight") for key in files.names if key.endswith(".qweight")]
     return [layer(files, name, settings) for name in names]
 
 

@@ -51,6 +51,7 @@ class QuantizedLayer:
     read: Callable[[], Plain]  # raises CheckpointError
     note: str | None = None  # how the layer differs from the file: "static input scales dropped"
     experts: int | None = None  # number of fused experts with these sizes
+    where: str = ""  # the file, for errors
 
     def pack(self) -> dict[str, Tensor]:
         """Read the layer and pack it. Returns the parameters of a QuantLinear by name, without the bias.
@@ -62,7 +63,7 @@ class QuantizedLayer:
         try:
             packed = self.scheme.pack(*plain)
         except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{self.name}: {error}") from error
+            raise CheckpointError(": ".join(filter(None, (self.where, self.name, str(error))))) from error
         return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}
 
     def meta(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class TensorFiles:
             self.metadata.update(handle.metadata() or {})
             names = list(handle.keys())
         except (OSError, safetensors.SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{file}: not a readable safetensors file (truncated?): {error}") from error
+            raise CheckpointError(f"{file}: not a readable safetensors file (truncated?): {error!s:.300}") from error
         present = set(names)
         absent = next((name for name in expected or () if name not in present), None)
         if absent is not None:
@@ -122,8 +123,11 @@ class TensorFiles:
 
     def error(self, name: str, message: str) -> CheckpointError:
         """Build an error about a tensor."""
-        where = self._file.get(self.stored(name)) or str(self.directory)
-        return CheckpointError(f"{where}: {name}: {message}")
+        return CheckpointError(f"{self.where(name)}: {name}: {message}")
+
+    def where(self, name: str) -> str:
+        """The file of a tensor, or else the directory."""
+        return self._file.get(self.stored(name)) or str(self.directory)
 
     def check(self, name: str, dtypes: Iterable[torch.dtype], *shapes: tuple[int, ...]) -> None:
         """Raise CheckpointError unless the tensor exists with one of these dtypes and (if given) shapes."""
@@ -251,7 +255,7 @@ class SafetensorsCheckpoint(Checkpoint):
     ) -> None:
         self.format = format
         self.config = config
-        self.layers = {layer.name: layer for layer in layers}
+        self.layers = {layer.name: replace(layer, where=files.where(layer.keys[0])) for layer in layers}
         self.notes = tuple(notes)
         self._files = files
         used = {key for layer in self.layers.values() for key in layer.keys} | set(dropped)

@@ -43,7 +43,7 @@ def read_huggingface(files: TensorFiles, settings: Settings) -> list[QuantizedLa
         suffix = next((one for one in (".weight_scale_inv", ".weight_scale") if key.endswith(one)), None)
         if suffix is None:
             continue
-        name = check_layer_name(key, suffix)
+        name = check_layer_name(files, key, suffix)
         weight = f"{name}.weight"
         n, k = files.matrix(weight, torch.float8_e4m3fn)
         granularity: Granularity = "block" if block else "tensor"
@@ -66,7 +66,7 @@ def read_fbgemm(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
     layers = []
     for key in files.names:
         if key.endswith(".weight_scale"):
-            name = check_layer_name(key, ".weight_scale")
+            name = check_layer_name(files, key, ".weight_scale")
             weight, bound = f"{name}.weight", f"{name}.input_scale_ub"
             n, k = files.matrix(weight, torch.float8_e4m3fn)
             files.check(key, FP8_SCALES, *fp8_scale_shapes("row", n, k))

@@ -30,7 +30,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
         CheckpointError: also for columns reordered into groups (``desc_act`` with groups), for bits other than 4 and 8,
             and for eight bits with groups or zero points.
     """
-    names = [check_layer_name(key, ".qweight") for key in files.names if key.endswith(".qweight")]
+    names = [check_layer_name(files, key, ".qweight") for key in files.names if key.endswith(".qweight")]
     return [layer(files, name, _of_layer(settings, name)) for name in names]
 
 

@@ -58,7 +58,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
     layers = []
     for key in files.names:
         if key.endswith(".weight_scale"):
-            name = check_layer_name(key, ".weight_scale")
+            name = check_layer_name(files, key, ".weight_scale")
             layers.append(_layer(files, name, _of_layer(settings, name)))
     dropped = [key for key in files.names if key.endswith(KV_CACHE)]
     declared = any(settings.values.get(key) for key in ("kv_cache_quant_algo", "kv_cache_scheme"))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops.packed_shape import SCALE_BLOCK
-from .base import CheckpointError, Plain
+from .base import Plain
 from .files import FLOATS, TensorFiles
 
 __all__ = ["fp8_scale_shapes", "group_size_of", "nibbles", "packed_nibbles", "read_fp8", "regroup", "unpack"]
@@ -86,9 +86,9 @@ def four_bits(files: TensorFiles, name: str, values: Tensor) -> Tensor:
     return (values + 8).view(torch.uint8)
 
 
-def check_layer_name(key: str, suffix: str) -> str:
+def check_layer_name(files: TensorFiles, key: str, suffix: str) -> str:
     """The module name of the tensor ``key``."""
     name = key.removesuffix(suffix)
     if not name or name.endswith("."):
-        raise CheckpointError(f"{key}: no module has this name")
+        raise files.error(key, "no module has this name")
     return name

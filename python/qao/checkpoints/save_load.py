@@ -244,7 +244,10 @@ def _load(module: nn.Module, files: TensorFiles, names: Mapping[str, str], home:
     for stored in dict.fromkeys(names.values()):
         tensor = files.read(stored)
         read[stored] = tensor if stored.endswith(marker.MARKER) else tensor.to(home)
-    module.load_state_dict({name: read[stored] for name, stored in names.items()}, strict=True, assign=True)
+    try:
+        module.load_state_dict({name: read[stored] for name, stored in names.items()}, strict=True, assign=True)
+    except RuntimeError as error:  # dtypes that do not match
+        raise ValueError(f"load: {files.directory}: {error}") from error
     first: dict[str, str] = {}
     for name, stored in names.items():
         if first.setdefault(stored, name) != name:

@@ -50,8 +50,9 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
     """
     layers = []
     for name, text in files.metadata.items():
+        where = f"{files.directory}: header: {name}"
         try:
-            about = Settings(json.loads(text), name) if text.startswith("{") else None
+            about = Settings(json.loads(text), where) if text.startswith("{") else None
         except (ValueError, RecursionError) as error:
             raise files.error(name, f"its description in the header is not JSON: {error}") from error
         kind = None if about is None else about.values.get("_type")
@@ -62,10 +63,10 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
             raise files.error(name, f"is a {kind!r:.40}; qao supports {', '.join(_KINDS)}")
         if not name.endswith(".weight"):
             raise files.error(name, "is quantized, but is not the weight of a linear layer")
-        module = check_layer_name(name, ".weight")
+        module = check_layer_name(files, name, ".weight")
         if f"{module}._weight_act_pre_scale" in files:
             raise files.error(name, "has act_pre_scale, a factor for activations, which qao does not support")
-        layers.append(make(files, module, about.child("_data") or Settings({}, name)))
+        layers.append(make(files, module, about.child("_data") or Settings({}, where)))
     return layers
 
 

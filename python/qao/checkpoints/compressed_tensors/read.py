@@ -50,7 +50,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
     layers: dict[str, QuantizedLayer] = {}
     for key in files.names:
         for suffix in (".weight_packed", ".weight_scale"):
-            if key.endswith(suffix) and (name := check_layer_name(key, suffix)) not in layers:
+            if key.endswith(suffix) and (name := check_layer_name(files, key, suffix)) not in layers:
                 layers[name] = read_layer(files, name, group_of(groups, settings, name))
     notes = []
     dropped = [key for key in files.names if key.endswith(KV_CACHE)]
