@@ -1,4 +1,4 @@
-# make demo | test | gpu-test | arm-test | bench | docs | lint | wheel | release | clean
+# make demo | test | fuzz | gpu-test | arm-test | bench | docs | lint | wheel | release | clean
 #
 # By default everything happens in .venv, which make creates: Python, a C++ compiler and the network are enough.
 # VENV= uses the environment of PYTHON as it is, and installs nothing: make test PYTHON=python3 VENV=
@@ -14,6 +14,9 @@ DEVICE ?= cpu
 ARCH ?= $(shell uname -m)
 # make arm-test: pytest's arguments instead of the share of the tests that matters
 ARM_TESTS ?=
+# make fuzz: how long each of the fuzzers runs
+SECONDS ?= 60
+FUZZERS ?= operators readers layers
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 BUILD_NEEDS = "setuptools>=77.0.3" "cmake>=3.25" ninja "pybind11>=2.10"
@@ -28,7 +31,7 @@ PY = $(VENV)/bin/python
 BIN = $(VENV)/bin/
 endif
 
-.PHONY: demo test gpu-test arm-test bench docs lint wheel release clean
+.PHONY: demo test fuzz gpu-test arm-test bench docs lint wheel release clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -44,6 +47,10 @@ build-demo: export QAO_CUDA ?= $(if $(GPU_OR_BUILT),AUTO,OFF)
 test: build-test
 	$(PY) -m pytest -m timed
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -m 'not timed and not packaging and not slow' $(shell $(PY) tools/workers.py 8)
+
+# Random cases of a new seed; adds the run to tests/fuzz/ledger.csv.
+fuzz: build-test
+	PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m fuzz $(FUZZERS) --seconds $(SECONDS) --ledger
 
 gpu-test: build-test
 	$(PY) tests/gpu_report.py

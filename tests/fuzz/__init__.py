@@ -1,0 +1,1 @@
+"""Fuzzers of operators, checkpoint readers and layers: ``python -m fuzz`` (CONTRIBUTING.md)."""
