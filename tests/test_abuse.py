@@ -141,6 +141,12 @@ def test_a_result_too_large(device: str) -> None:
         call("int8_embedding", good | {"ids": good["ids"][:1].expand(2**50)})
 
 
+def test_a_result_too_large_of_a_fake_kernel() -> None:
+    experts = torch.zeros(3, 2, dtype=torch.int64, device="meta")
+    with pytest.raises(RuntimeError, match=r"^qao::expert_sort: torch cannot make a result of this size.*experts"):
+        call("expert_sort", {"experts": experts, "num_experts": 2**63 - 1})
+
+
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
 def test_sparse_operands(layout: str, device: str) -> None:
     good = call_of("int8_mm", device)

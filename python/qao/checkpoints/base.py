@@ -21,8 +21,15 @@ from ..schemes import Scheme
 __all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLayer", "try_open"]
 
 
+_LONGEST = 2000  # characters of a message: names and values in a file have any length
+
+
 class CheckpointError(ValueError):
     """A file is damaged, inconsistent, or in a format without a qao kernel. The message names file and tensor."""
+
+    def __init__(self, message: str) -> None:
+        cut = f"{message[: _LONGEST // 2]} [...] {message[-_LONGEST // 4 :]}"
+        super().__init__(message if len(message) <= _LONGEST else cut)
 
 
 def try_open(file: str | os.PathLike[str]) -> None:
@@ -62,6 +69,8 @@ class QuantizedLayer:
         plain = self.read()
         try:
             packed = self.scheme.pack(*plain)
+            if packed.weight_sums is not None and not packed.weight_sums.isfinite().all():
+                raise ValueError("sums of rows of its weight overflow float32: the file is damaged")
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(": ".join(filter(None, (self.where, self.name, str(error))))) from error
         return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}

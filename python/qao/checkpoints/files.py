@@ -76,7 +76,7 @@ class TensorFiles:
             self.metadata.update(handle.metadata() or {})
             names = list(handle.keys())
         except (OSError, safetensors.SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{file}: not a readable safetensors file (truncated?): {error!s:.300}") from error
+            raise CheckpointError(f"{file}: not a readable safetensors file (truncated?): {error}") from error
         present = set(names)
         absent = next((name for name in expected or () if name not in present), None)
         if absent is not None:
@@ -180,8 +180,8 @@ class TensorFiles:
         """The value of a tensor with one positive number."""
         self.check(name, FLOATS, (), (1,), (1, 1))
         value = float(self.read(name).reshape(()))
-        if not 0 < value < float("inf"):
-            raise self.error(name, f"must be a positive number, not {value}")
+        if not torch.finfo(torch.float32).tiny <= value < float("inf"):
+            raise self.error(name, f"must be a positive number that float32 holds without loss, not {value}")
         return value
 
 

@@ -42,6 +42,13 @@ def fake_kernel(operator: str) -> Callable[[Kernel], Kernel]:
                     f"qao::{operator}: an argument is not a tensor of a valid shape. Got "
                     f"{_describe_all(operator, arguments)}. See the documentation of qao.ops.{operator}."
                 ) from error
+            except RuntimeError as error:  # a size that torch cannot store; subclasses are part of tracing
+                if type(error) is not RuntimeError or str(error).startswith("qao::"):
+                    raise
+                raise RuntimeError(
+                    f"qao::{operator}: torch cannot make a result of this size ({error}). Got "
+                    f"{_describe_all(operator, arguments)}. Check the sizes."
+                ) from error
 
         # A second import of the package registers again.
         torch.library.register_fake(f"qao::{operator}", allow_override=True)(checked)
