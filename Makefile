@@ -16,7 +16,7 @@ ARCH ?= $(shell uname -m)
 ARM_TESTS ?=
 # make fuzz: how long each of the fuzzers runs
 SECONDS ?= 60
-FUZZERS ?= operators readers layers
+FUZZERS ?= operators calls readers layers
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 BUILD_NEEDS = "setuptools>=77.0.3" "cmake>=3.25" ninja "pybind11>=2.10"

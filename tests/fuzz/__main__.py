@@ -1,6 +1,6 @@
 """The command line of the fuzzers.
 
-python -m fuzz operators readers layers --seconds 60 --ledger    # what make fuzz does
+python -m fuzz operators calls readers layers --seconds 60 --ledger    # what make fuzz does
 python -m fuzz operators --seed 7 --count 1000                   # cases 0 to 999 of seed 7
 python -m fuzz operators --case '{"op": "int4_mm", "seed": 5}'   # one case, in this process
 python -m fuzz ledger                                            # sums of all runs
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from . import ledger, workers
 
-FUZZERS = ("operators", "readers", "layers")
+FUZZERS = ("operators", "calls", "readers", "layers")
 
 
 def levels_of(fuzzer: str) -> list[str]:
@@ -35,8 +35,8 @@ def levels_of(fuzzer: str) -> list[str]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        fuzzer, level, seed, first, count, seconds, place = sys.argv[2:]
-        workers.work(fuzzer, level, int(seed), int(first), int(count), float(seconds), place)
+        fuzzer, level, seed, first, count, end, place = sys.argv[2:]
+        workers.work(fuzzer, level, int(seed), int(first), int(count), float(end), place)
         return 0
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("fuzzers", nargs="+", choices=(*FUZZERS, "ledger"))
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--ledger", nargs="?", const=ledger.LEDGER, type=Path, help="append the run to this file")
     options = parser.parse_args()
     if options.fuzzers == ["ledger"]:
-        print("".join(ledger.summary()), end="")
+        print("\n".join(ledger.summary()))
         return 0
     if options.case is not None:
         return replay(options.fuzzers[0], json.loads(options.case), options.level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ class Base:
     metadata: dict[str, str] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)  # content of JSON files by name
     gguf: bytes | None = None
+    store: str = WHOLE  # name of the safetensors file
     model: Callable[[], nn.Module] | None = None  # for qao.load
 
 
@@ -80,9 +82,9 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-def _gguf(kind: int, block_bytes: int) -> Base:
-    """A Llama of one block; its matrices have that ggml type, with blocks of 32 elements."""
-    hidden, ffn, vocab = 64, 96, 32
+def _gguf(kind: int, size: int, elements: int = 32) -> Base:
+    """A Llama of one block; its matrices have that ggml type, with blocks of ``size`` bytes."""
+    hidden, ffn, vocab = (64, 96, 32) if elements == 32 else (elements, elements, 8)
     numbers = {"block_count": 1, "context_length": 64, "embedding_length": hidden, "feed_forward_length": ffn}
     numbers |= {"attention.head_count": 4, "attention.head_count_kv": 2}
     entries = [_string("general.architecture") + struct.pack("<I", 8) + _string("llama")]
@@ -99,7 +101,7 @@ def _gguf(kind: int, block_bytes: int) -> Base:
     for name, shape in shapes.items():
         is_matrix = len(shape) == 2
         count = shape[0] * (shape[1] if is_matrix else 1)
-        content = _blocks(count // 32, block_bytes) if is_matrix else struct.pack("<f", 1.0) * count
+        content = _blocks(count // elements, size) if is_matrix else struct.pack("<f", 1.0) * count
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         infos.append(_string(f"{name}.weight") + dims + struct.pack("<IQ", kind if is_matrix else 0, len(data)))
         data += content + bytes(-len(content) % 32)
@@ -126,6 +128,10 @@ def _of_other_libraries() -> Iterator[tuple[str, Base]]:
     yield "gptq eight bits", Base(eight.gptq(), {}, _method("gptq", bits=8, group_size=64, sym=True))
     yield "auto_round", Base(asymmetric.gptq(), {}, _method("auto-round", bits=4, group_size=32, sym=False))
     awq = {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    shard = "model-00001-of-00001.safetensors"
+    places = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(asymmetric.gptq() | _others(), shard)}
+    config = _method("gptq", bits=4, group_size=32, sym=False) | {INDEX: places}
+    yield "gptq with an index", Base(asymmetric.gptq() | _others(), {}, config, store=shard)
     yield "awq", Base(Weight(16, 64, 32).awq() | _others(), {}, _method("awq", **awq))
     fp8 = {"a.weight": _float8(130, 140), "a.weight_scale_inv": _scales(2, 2)} | _others()
     yield "fp8", Base(fp8, {}, _method("fp8", activation_scheme="dynamic", weight_block_size=[128, 128]))
@@ -169,5 +175,12 @@ def bases() -> dict[str, Base]:
         found |= {f"qao {scheme}": _native(scheme) for scheme in SCHEMES}
         whole = [with_whole_zeros(scheme) for scheme in SCHEMES]
         found |= {f"compressed-tensors {scheme}": _compressed(scheme) for scheme in whole if can_write(scheme) is None}
-    types = {"F32": (0, 128), "F16": (1, 64), "Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34)}
+    types: dict[str, tuple[int, ...]] = {"F32": (0, 128), "F16": (1, 64), "Q4_0": (2, 18), "Q4_1": (3, 20)}
+    types["Q8_0"] = 8, 34
+    if importlib.util.find_spec("gguf"):
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        more = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+        kinds = [kind for kind in GGMLQuantizationType if kind.name in more]
+        types |= {kind.name: (kind.value, *GGML_QUANT_SIZES[kind][::-1]) for kind in kinds}
     return found | {f"gguf {name}": _gguf(*of) for name, of in types.items()}

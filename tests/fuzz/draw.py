@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from ops_schemes import DTYPES, generator
+from test_bounds import beside_guards
 from torch import Tensor
 
 LARGEST_PRODUCT = 3_000_000  # M * N * K of a case, for the sake of the scalar kernels
@@ -82,7 +83,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "aligned rows": lambda x: _wide(x, 64, 64),
     "transposed": lambda x: x.t().contiguous().t(),
     "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "before a guard page": lambda x: guarded(x, True),
 }
+
+
+def guarded(x: Tensor, at_end: bool) -> Tensor:
+    """A copy next to a page that ends the process when it is read. Only of CPU tensors."""
+    return x if x.is_cuda or not x.numel() else beside_guards(x, at_end)  # type: ignore[no-any-return]
 
 
 def layouts(rng: random.Random, x: Tensor, count: int = 3) -> list[Tensor]:

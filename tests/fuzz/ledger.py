@@ -65,5 +65,5 @@ def summary() -> Iterator[str]:
         for i, count in enumerate(counts):
             total[i] += count
     for (fuzzer, level), (cases, problems, findings, now) in sorted(sums.items()):
-        yield f"{fuzzer:10} {level:12} {cases:>12,} cases {problems:>14,} problems ({now:,} of these sources), "
-        yield f"{findings} findings\n"
+        text = f"{cases:>12,} cases {problems:>14,} problems ({now:,} of these sources)"
+        yield f"{fuzzer:10} {level:12} {text} {findings} findings"

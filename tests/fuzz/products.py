@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import accuracy
@@ -17,7 +17,7 @@ from experts_support import GPT_OSS, SILU, Experts
 from ops_schemes import DTYPES, Format, Scheme, Weight
 from torch import Tensor
 
-from .draw import described, equal, layouts, product_sizes, size, values
+from .draw import described, equal, guarded, layouts, product_sizes, size, values
 from .finding import Finding, check
 
 CALLS = 384  # of a case
@@ -65,6 +65,9 @@ class _Dense:
         m, n, k = product_sizes(rng)
         fmt = rng.choice(scheme.formats)
         weight = scheme.make_weight(n, k, fmt, device, seed=rng.getrandbits(48))
+        if rng.random() < 0.25:
+            first, second = (guarded(part, rng.random() < 0.5) for part in weight.operands)
+            weight = replace(weight, operands=(first, second))
         x, bad = values(rng, m, k, rng.choice(DTYPES))
         activation = fmt.activation
         if not activation.keeps_rows_apart:  # a scale of all rows: infinity saturates, or all of x is not finite

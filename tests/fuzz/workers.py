@@ -52,7 +52,7 @@ def command_of(fuzzer: str, case: dict[str, Any], level: str) -> str:
 
 
 def attempt(fuzzer: str, case: dict[str, Any], device: str) -> tuple[int, str | None]:
-    """Run a case in this process: its number of problems, and what is wrong."""
+    """Run a case in this process: its number of problems, and an error."""
     try:
         return importlib.import_module(f"fuzz.{fuzzer}").run(case, device), None
     except Finding as error:
@@ -72,14 +72,14 @@ def shortened(fuzzer: str, case: dict[str, Any], wrong: str, device: str) -> tup
     return case, wrong
 
 
-def work(fuzzer: str, level: str, seed: int, first: int, count: int, seconds: float, place: str) -> None:
-    """The worker: prints a line for each finding, and one at the end."""
+def work(fuzzer: str, level: str, seed: int, first: int, count: int, end: float, place: str) -> None:
+    """The worker: prints a line for each finding, and one at the end. ``end`` is a time of ``time.monotonic``."""
     warnings.simplefilter("ignore")
     importlib.import_module(f"fuzz.{fuzzer}")
     device = "cuda" if level == "cuda" else "cpu"
     if device == "cpu":
         _limit_memory()
-    end, parent = time.monotonic() + seconds, os.getppid()
+    parent = os.getppid()
     with open(place, "r+b") as file, mmap.mmap(file.fileno(), _PLACE.size) as shared:
         problems, index = 0, first
         while index < first + count and time.monotonic() < end and os.getppid() == parent:
@@ -115,8 +115,7 @@ def run(fuzzer: str, level: str, seed: int, first: int, count: int, seconds: flo
             place.seek(0)
             place.write(_PLACE.pack(index, 0))
             place.flush()
-            left = end - time.monotonic()
-            numbers = seed, index, first + count - index, left
+            numbers = seed, index, first + count - index, end
             command = [sys.executable, "-m", "fuzz", "--worker", fuzzer, level, *map(str, numbers), place.name]
             result = subprocess.run(command, env=environment, capture_output=True, text=True)
             at, problems = _PLACE.unpack(Path(place.name).read_bytes())
