@@ -62,10 +62,10 @@ def _native(scheme: qao.Scheme) -> Base:
     return Base(tensors, native.header({}), {"config.json": {"hidden": 40}}, model=_floats)
 
 
-def _compressed(scheme: qao.Scheme) -> Base:
+def _compressed(scheme: qao.Scheme, layer_name: str = "a") -> Base:
     layer = qao.QuantLinear.from_linear(nn.Linear(256, 32), scheme)
-    tensors = {f"a.{name}": t.contiguous() for name, t in layer_tensors(layer).items()} | _others()
-    settings = quantization_config({"a": layer.scheme}, ["lm_head"])
+    tensors = {f"{layer_name}.{name}": t.contiguous() for name, t in layer_tensors(layer).items()} | _others()
+    settings = quantization_config({layer_name: layer.scheme}, ["lm_head"])
     return Base(tensors, {"format": "pt"}, {"config.json": {"quantization_config": settings}})
 
 
@@ -174,6 +174,7 @@ def bases() -> dict[str, Base]:
         torch.manual_seed(0)
         found |= {f"qao {scheme}": _native(scheme) for scheme in SCHEMES}
         whole = [with_whole_zeros(scheme) for scheme in SCHEMES]
+        found["compressed-tensors, a name to backtrack in"] = _compressed(qao.Int8WeightOnly(), "a" * 40)
         found |= {f"compressed-tensors {scheme}": _compressed(scheme) for scheme in whole if can_write(scheme) is None}
     types: dict[str, tuple[int, ...]] = {"F32": (0, 128), "F16": (1, 64), "Q4_0": (2, 18), "Q4_1": (3, 20)}
     types["Q8_0"] = 8, 34

@@ -34,7 +34,22 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16"
 _DTYPES += ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 _NUMBERS = (0, 1, -1, 2, 3, 7, 8, 15, 16, 31, 32, 33, 64, 127, 128, 255, 256, 2**15, 2**16, 2**24, 2**31 - 1, 2**31)
 _NUMBERS += (2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30)
-_TEXTS = ("", "x", "weight", "a", "a.weight", "re:.*", "re:[", "re:(?P<a", "re:(.*)*", "*", "../x", "/etc/passwd", "\0")
+_TEXTS = (
+    "",
+    "x",
+    "weight",
+    "a",
+    "a.weight",
+    "re:.*",
+    "re:[",
+    "re:(?P<a",
+    "re:(.*)*",
+    "re:(a+)+x",
+    "*",
+    "../x",
+    "/etc/passwd",
+    "\0",
+)
 _TEXTS += ("\ud800", "é" * 300, "y" * 5000, "int4", "float", "group", "channel", "tensor", "block", "token", "true")
 _TEXTS += ("pack-quantized", "gptq", "awq", "fp8", "NVFP4", "FP8", "none", "1", "-1", "1e999", "[", "{}", "null")
 _VALUES = (None, True, False, 0.5, -0.0, 1e-300, 1e300, [], {}, [[]], [None], {"a": 1}, [1, 2], [128, 128], ["Linear"])

@@ -14,7 +14,7 @@ from . import awq, gptq
 from .base import CheckpointError, QuantizedLayer
 from .files import TensorFiles
 from .plain import check_layer_name
-from .settings import Settings
+from .settings import Settings, matches
 
 __all__ = ["read"]
 
@@ -54,7 +54,7 @@ def _of_layer(settings: Settings, name: str) -> Settings:
     found = extra.get(name)
     if found is None:
         patterns = [key for key in extra if re.search(r"[\\*+?\[\](){}|^$]", key)]
-        found = next((extra[key] for key in patterns if _matches(key, name, settings.where)), None)
+        found = next((extra[key] for key in patterns if matches(key, name, settings.where, whole=True)), None)
     own = settings if found is None else Settings({**settings.values, **found.values}, found.where)
     kind, bits = own.text("data_type", "int"), own.integer("bits", 4, low=1, high=64)
     if kind != "int" and not kind.startswith("int_"):
@@ -69,10 +69,3 @@ def _of_layer(settings: Settings, name: str) -> Settings:
             f"{own.where}: {name}: AutoRound's packing with {activations}-bit activations is not supported. {_REMEDY}"
         )
     return own
-
-
-def _matches(pattern: str, name: str, where: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{where}: {pattern!r:.80} is not a regular expression: {error}") from error

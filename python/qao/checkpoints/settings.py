@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from .base import CheckpointError
+from .patterns import matches_start
 
 __all__ = ["Settings", "matches"]
 
@@ -62,9 +63,11 @@ class Settings:
         return iter(self.values.items())
 
 
-def matches(pattern: str, name: str, where: str) -> bool:
-    """Whether a regular expression of a config matches the start of a module's name."""
+def matches(pattern: str, name: str, where: str, *, whole: bool = False) -> bool:
+    """Whether a regular expression of a config matches the start of a module's name, or the whole name."""
     try:
-        return re.match(pattern, name) is not None
+        return matches_start(pattern, name, whole=whole)
     except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{where}: {pattern!r:.80} is not a regular expression: {error}") from error
+        raise CheckpointError(
+            f"{where}: {pattern!r:.80} is not a regular expression that qao matches: {error}"
+        ) from error
