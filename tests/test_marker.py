@@ -96,3 +96,21 @@ def test_markers_that_are_none(tensor: Tensor, message: str) -> None:
     state = model.state_dict() | {"0.pip_install_qao": tensor}
     with pytest.raises(RuntimeError, match=f"0.pip_install_qao: .*{message}"):
         model.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 60_000, '{"version": ' + "9" * 5000 + "}", "[]", "{}"], ids=lambda text: text[:12]
+)
+def test_a_marker_that_json_cannot_read(text: str) -> None:
+    with pytest.raises(ValueError, match="^x.pip_install_qao: not a marker of qao"):
+        marker.decode(torch.tensor(list(text.encode()), dtype=torch.uint8), "x.pip_install_qao")
+
+
+def test_a_scheme_that_does_not_exist_is_refused_with_its_layer() -> None:
+    state = qao.QuantLinear.from_linear(nn.Linear(64, 16), qao.Int4WeightOnly(32)).state_dict()
+    state = {f"0.{name}": value for name, value in state.items()}
+    text = bytes(state["0.pip_install_qao"].tolist()).replace(b'"symmetric"', b'"sMmmetric"')
+    spoilt = {"0.pip_install_qao": torch.tensor(list(text), dtype=torch.uint8)}
+    for change, message in ((spoilt, "sMmmetric"), ({"0.scales": state["0.scales"].long()}, "scale_dtype must be")):
+        with pytest.raises(RuntimeError, match=f"0.pip_install_qao: .*{message}"):
+            nn.Sequential(nn.Linear(64, 16)).load_state_dict(state | change)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..nn import marker
-from ..schemes import Int4Weight, Scheme, scheme_from_dict
+from ..schemes import Int4Weight, Scheme
 from .base import Plain, QuantizedLayer, try_open
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
             raise files.error(key, "is not a marker of qao")
         try:
             found = marker.decode(files.read(key), key)
-            scheme = scheme_from_dict(found.scheme)
-        except (ValueError, TypeError) as error:
+            scheme = marker.scheme_of(found, key)
+        except ValueError as error:
             raise files.error(key, str(error)) from error
         n, k = found.out_features, found.in_features
         if max(n, k) >= _LARGEST:

@@ -20,7 +20,6 @@ from ..nn.saved_codes import SavedCodes
 from ..ops import modes
 from ..quantization.module_swap import WrappedNames, unwrapped, without_wrappers
 from ..quantization.skeleton import Undo, prepare_layers, undo
-from ..schemes import scheme_from_dict
 from . import native
 from .offloading import onloaded
 from .shard_writer import ShardWriter
@@ -213,7 +212,7 @@ def _prepare_layers(module: nn.Module, files: TensorFiles, names: Mapping[str, s
         if last != marker.MARKER:
             continue
         found = marker.decode(files.read(stored), name)
-        schemes[prefix] = scheme_from_dict(found.scheme)
+        schemes[prefix] = marker.scheme_of(found, name)
         sizes[prefix] = found.out_features, found.in_features
         dtypes[prefix] = found.dtype
     if "" in schemes and not isinstance(module, PackedModule):

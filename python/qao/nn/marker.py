@@ -14,11 +14,14 @@ keep its random weight, or load 8-bit codes as a weight. With qao it becomes the
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..schemes import Int4Weight, Scheme, scheme_from_dict
 
 VERSION = 2  # of rotated weights, which older versions would misread; others still have version 1
 MARKER = "pip_install_qao"
@@ -128,23 +131,39 @@ def decode(tensor: Tensor, name: str = MARKER) -> Marker:
     """
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not 0 < tensor.numel() <= _LONGEST:
         raise ValueError(f"{name}: not a marker of qao: {tensor.dtype}{list(tensor.shape)}, not uint8 of one dimension")
+    plain: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     try:
-        plain: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         content = json.loads(bytes(plain.cpu().tolist()))
         version = content["version"]
-        if isinstance(version, int) and version > VERSION:
-            raise ValueError(
-                f"{name}: written by a newer qao (format {version}, this one knows {VERSION}): pip install -U qao"
-            )
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ValueError(f"{name}: not a marker of qao: {error}") from error
+    if isinstance(version, int) and version > VERSION:
+        raise ValueError(
+            f"{name}: written by a newer qao (format {version}, this one knows {VERSION}): pip install -U qao"
+        )
+    try:
         scheme, n, k = content["scheme"], content["out_features"], content["in_features"]
         dtype = getattr(torch, content["dtype"])
         experts = content.get("experts")
         whole = all(type(size) is int and size > 0 for size in (n, k, version, 1 if experts is None else experts))
         if not (whole and isinstance(scheme, dict) and isinstance(dtype, torch.dtype)):
             raise TypeError("a field has a wrong type")
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: not a marker of qao: {error}") from error
     return Marker(scheme, n, k, dtype, experts)
+
+
+def scheme_of(found: Marker, name: str, scale_dtype: torch.dtype | None = None) -> Scheme:
+    """The scheme of a marker. ``scale_dtype``: that of the stored scales, which four-bit weights keep.
+
+    Raises:
+        ValueError: there is no such scheme; the message begins with ``name``.
+    """
+    try:
+        scheme = scheme_from_dict(found.scheme)
+        return replace(scheme, scale_dtype=scale_dtype) if scale_dtype and isinstance(scheme, Int4Weight) else scheme
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _bytes(text: bytes) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ...nn.embedding import rename_ties
 from ...nn.linear import QuantLinear
 from ...nn.packed_module import PackedModule, frozen
 from ...quantization.skeleton import Undo, prepare_layers, undo
-from ...schemes import Int4Weight, Scheme, scheme_from_dict
+from ...schemes import Scheme
 from ..imports import when_imported
 from ..wrapping import wrap
 
@@ -136,11 +135,10 @@ def _prepare_layers(model: nn.Module, state: Mapping[str, Any], names: list[str]
         module = modules.get(name, parent if parent is not None and is_fused(parent) else None)
         if module is None or isinstance(module, PackedModule):
             continue
-        found[name] = marker.decode(state[_key(name, marker.MARKER)], _key(name, marker.MARKER))
-        scheme = scheme_from_dict(found[name].scheme)
+        key = _key(name, marker.MARKER)
+        found[name] = marker.decode(state[key], key)
         dtype = dtypes_of_scales.get(name) or dtypes_of_scales.get(id(module._parameters.get("weight")))
-        if isinstance(scheme, Int4Weight) and dtype is not None:
-            scheme = replace(scheme, scale_dtype=dtype)
+        scheme = marker.scheme_of(found[name], key, dtype)
         if not name:
             raise ValueError(_of_one_layer(module, scheme, found[name], state))
         schemes[name] = scheme
