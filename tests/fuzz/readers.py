@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import struct
 import tempfile
@@ -25,7 +26,8 @@ import qao
 import torch
 from qao.checkpoints import CheckpointError, open_checkpoint
 from qao.checkpoints.shard_writer import DTYPES
-from torch import Tensor
+from qao.nn.marker import MARKER
+from torch import Tensor, nn
 
 from .bases import Base, bases
 from .finding import Finding, check
@@ -62,7 +64,12 @@ def draw(rng: random.Random) -> dict[str, Any]:
     name = rng.choice(sorted(bases()))
     base = bases()[name]
     steps = [_step(rng, name, base) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5)))]
-    return {"base": name, "steps": sorted(steps, key=lambda step: ("tensor", "json", "bytes").index(step[0]))}
+    # qao.load costs more than the rest
+    return {
+        "base": name,
+        "load": rng.random() < 0.4,
+        "steps": sorted(steps, key=lambda step: ("tensor", "json", "bytes").index(step[0])),
+    }
 
 
 def _step(rng: random.Random, name: str, base: Base) -> list[Any]:
@@ -79,6 +86,10 @@ def _step(rng: random.Random, name: str, base: Base) -> list[Any]:
 def _tensor(rng: random.Random, base: Base) -> list[Any]:
     name = rng.choice(sorted(base.tensors))
     shape = list(base.tensors[name].shape)
+    if name.endswith(MARKER) and rng.random() < 0.7:
+        content = json.loads(bytes(base.tensors[name].tolist()))
+        path, value = _place(rng, content)
+        return ["tensor", name, "text", json.dumps(_put(content, path, _value(rng, value)))]
     what = rng.choice(("drop", "dtype", "view", "shape", "fill", "element", "rename", "copy"))
     if what in ("dtype", "view"):
         return ["tensor", name, what, rng.choice(_DTYPES)]
@@ -191,8 +202,12 @@ def _joined(header: Any, data: bytes) -> bytes:
 
 
 def _dumped(document: Any) -> bytes:
-    deep = "[" * 3000 + "]" * 3000
-    return json.dumps(document).replace('"deep"', deep).encode(errors="surrogatepass")
+    return _text(json.dumps(document))
+
+
+def _text(document: str) -> bytes:
+    deep = "[" * 20000 + "]" * 20000
+    return document.replace('"deep"', deep).encode(errors="surrogatepass")
 
 
 def _put(document: Any, path: list[Any], value: Any, delete: bool = False) -> Any:
@@ -247,6 +262,8 @@ def _tensors(tensors: dict[str, Tensor], steps: list[list[Any]]) -> dict[str, Te
             continue
         if what == "drop":
             del tensors[name]
+        elif what == "text":
+            tensors[name] = torch.tensor(list(_text(rest[0])), dtype=torch.uint8)
         elif what in ("rename", "copy"):
             tensors[rest[0]] = tensors[name] if what == "copy" else tensors.pop(name)
         else:
@@ -303,15 +320,39 @@ def run(case: dict[str, Any], device: str) -> int:
             _read(path)
         except CheckpointError as error:
             _check_refusal(error, folder)
-        make = bases()[case["base"]].model
-        if make is not None and len(case["steps"]) % 2:  # costs more than the rest
-            try:
-                qao.load(path, make())
-            except ValueError as error:  # CheckpointError too
-                check(len(str(error)) > 10, f"a refusal of load without a reason: {error!r}")
+        if bases()[case["base"]].model is not None and case.get("load", True):
+            _load(case, path)
     finally:
         shutil.rmtree(folder)
     return 1
+
+
+def _load(case: dict[str, Any], path: Path) -> None:
+    """The same file by ``qao.load``, and its tensors by ``load_state_dict``; what loads must run."""
+    base = bases()[case["base"]]
+    assert base.model is not None
+    try:
+        _run(qao.load(path, base.model()))
+    except ValueError as error:  # CheckpointError too
+        check(len(str(error)) > 10, f"a refusal of load without a reason: {error!r}")
+    state = _tensors(base.tensors, [step for step in case["steps"] if step[0] == "tensor"])
+    model = base.model()
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        named = re.search(r"\b[012]\b|Unexpected key|single quantized layer", str(error))
+        check(named is not None, f"no layer is named: {error}")
+        return
+    _run(model)
+
+
+def _run(model: nn.Module) -> None:
+    dtype = next((p.dtype for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)), torch.float32)
+    try:
+        model(torch.ones(2, 64, dtype=dtype))
+    except (RuntimeError, NotImplementedError) as error:  # of torch: dtypes of a norm
+        named = re.search("dtype|scalar type|not implemented for|qao::", str(error))
+        check(named is not None, f"the model does not run: {error}")
 
 
 def _check_refusal(error: CheckpointError, folder: Path) -> None:
@@ -334,6 +375,10 @@ def _read(path: Path) -> None:
             if tensor.is_floating_point() and not tensor.float().isfinite().all():
                 raise Finding(f"{layer.name}.{name} is not finite")
         check(packed.keys() == expected.keys(), f"{layer.name}: pack() gives {list(packed)}")
+        if layer.experts is None and layer.out_features * layer.in_features < 1 << 20:
+            linear = qao.QuantLinear.from_quantized(*layer.read(), scheme=layer.scheme)
+            y = linear(torch.ones(2, layer.in_features))
+            check(y.shape == (2, layer.out_features), f"{layer.name}: y is {list(y.shape)}")
     for name in checkpoint.others:
         tensor, (shape, dtype) = checkpoint.tensor(name), checkpoint.shape_dtype(name)
         check((tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype), f"{name}: {tensor.shape} for {shape}")

@@ -79,6 +79,8 @@ def work(fuzzer: str, level: str, seed: int, first: int, count: int, end: float,
     device = "cuda" if level == "cuda" else "cpu"
     if device == "cpu":
         _limit_memory()
+    else:
+        _multiply_exactly()
     parent = os.getppid()
     with open(place, "r+b") as file, mmap.mmap(file.fileno(), _PLACE.size) as shared:
         problems, index = 0, first
@@ -94,6 +96,15 @@ def work(fuzzer: str, level: str, seed: int, first: int, count: int, end: float,
         signal.alarm(0)
         _PLACE.pack_into(shared, 0, index, problems)
     print(json.dumps({"end": index}), flush=True)
+
+
+def _multiply_exactly() -> None:
+    """Plain torch measures the tolerance of products: no TF32, no 16-bit reduction."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _limit_memory() -> None:
