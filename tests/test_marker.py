@@ -106,6 +106,13 @@ def test_a_marker_that_json_cannot_read(text: str) -> None:
         marker.decode(torch.tensor(list(text.encode()), dtype=torch.uint8), "x.pip_install_qao")
 
 
+def test_no_layer_has_an_empty_name_and_a_dot() -> None:
+    state = make(qao.Int8WeightOnly).state_dict()
+    state[".pip_install_qao"] = state["0.pip_install_qao"]
+    with pytest.raises(RuntimeError, match='Unexpected key.*".pip_install_qao"'):
+        nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.Linear(40, 24, bias=False)).load_state_dict(state)
+
+
 def test_a_scheme_that_does_not_exist_is_refused_with_its_layer() -> None:
     state = qao.QuantLinear.from_linear(nn.Linear(64, 16), qao.Int4WeightOnly(32)).state_dict()
     state = {f"0.{name}": value for name, value in state.items()}

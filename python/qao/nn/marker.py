@@ -46,7 +46,7 @@ def layer_of(entry: str) -> str | None:
     """Layer name of a marker entry in a state dict, "" for the module itself; None for every other entry."""
     if entry == MARKER:
         return ""
-    return entry.removesuffix(f".{MARKER}") if entry.endswith(f".{MARKER}") else None
+    return entry.removesuffix(f".{MARKER}") or None if entry.endswith(f".{MARKER}") else None
 
 
 def encode(marker: Marker) -> Tensor:
