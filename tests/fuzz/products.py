@@ -90,25 +90,26 @@ class _Dense:
         return _cut(self.weight, x, bias, rotated)
 
     def run(self, rng: random.Random) -> int:
-        m = self.x.shape[0]
+        m, apart = self.x.shape[0], self.scales_by_row
         finite = self.x.masked_fill(self.bad[:, None], 0)
         expected = {with_bias: self.truth(finite, self.bias if with_bias else None) for with_bias in (False, True)}
         views, operands, arguments = layouts(rng, self.x), self.weight.operands, self.weight.arguments
         rotation = {"x_rotation": self.rotation} if self.rotation else {}
-        places = torch.arange(m, device=self.x.device)
+        places, n, dtype, op = torch.arange(m, device=self.x.device), self.weight.n, self.x.dtype, self.scheme.op
         found: dict[tuple[bool, bool], list[tuple[Tensor, Tensor]]] = {}
-        calls = CALLS if self.scales_by_row and m * self.weight.dense.numel() < 200_000 else 12
+        calls = CALLS if apart and m * self.weight.dense.numel() < 200_000 else 12
         for _ in range(calls):
             count = 1 + int(rng.random() * min(m, 9)) if rng.random() < 0.7 else int(rng.random() * (m + 1))
-            if not self.scales_by_row:
+            if not apart:
                 count = m
             begin = int(rng.random() * (m - count + 1))
             with_bias = self.bias is not None and rng.random() < 0.5
-            invariant = self.scales_by_row and rng.random() < 0.25
+            invariant = apart and rng.random() < 0.25
             rows = views[int(rng.random() * len(views))][begin : begin + count]
             options = {**rotation, "batch_invariant": True} if invariant else rotation
-            y = self.scheme.op(rows, *operands, self.bias if with_bias else None, *arguments, **options)
-            check(y.shape == (count, self.weight.n) and y.dtype == self.x.dtype, f"y is {y.dtype}{list(y.shape)}")
+            y = op(rows, *operands, self.bias if with_bias else None, *arguments, **options)
+            if y.shape != (count, n) or y.dtype is not dtype:
+                raise Finding(f"y is {y.dtype}{list(y.shape)} for {count} rows")
             found.setdefault((with_bias, invariant), []).append((places[begin : begin + count], y))
         for (with_bias, invariant), results in found.items():
             self.compare(results, *expected[with_bias], invariant)
@@ -185,8 +186,10 @@ def _grouped(rng: random.Random, experts: Experts, x: Tensor, bad: Tensor) -> in
             scale = scales[rng.choice(DTYPES)][begin : begin + rows] if rng.random() < 0.5 else None
             call = (rng.choice(views), *operands, experts.bias, offsets, index, scale, *arguments)
             y = experts.op(*call)
-            check(y.shape == (rows, expected.shape[2]) and y.dtype == x.dtype, f"y is {y.dtype}{list(y.shape)}")
-            check(not tail or not y[used:].any(), f"rows outside all experts are not zero: {counts} of {rows} rows")
+            if y.shape != (rows, expected.shape[2]) or y.dtype != x.dtype:
+                raise Finding(f"y is {y.dtype}{list(y.shape)} for {rows} rows")
+            if tail and y[used:].any():
+                raise Finding(f"rows outside all experts are not zero: {counts} of {rows} rows")
             results.append((y[:used], expert, picks[:used], None if scale is None else scale[:used].double()))
             if scale is None and rng.random() < 0.1:
                 _check_gate(rng, experts, call, y)

@@ -362,6 +362,18 @@ def _check_refusal(error: CheckpointError, folder: Path) -> None:
     check(len(text) <= 2000, f"a refusal of {len(text)} characters: {text[:200]}")
 
 
+def _multiply(layer: Any, packed: dict[str, Tensor]) -> None:
+    sizes = layer.in_features, layer.out_features
+    linear = qao.QuantLinear.empty(*sizes, bias=False, scheme=layer.scheme, dtype=torch.float32)
+    try:
+        linear.load_state_dict(packed, strict=False, assign=True)
+    except RuntimeError as error:  # values where the padding of a packed weight belongs
+        check("packed weight of a" in str(error), f"{layer.name}: {error}")
+        return
+    y = linear(torch.ones(2, layer.in_features))
+    check(y.shape == (2, layer.out_features), f"{layer.name}: y is {list(y.shape)}")
+
+
 def _read(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     check(isinstance(checkpoint.config, dict), "config is no object")
@@ -376,9 +388,7 @@ def _read(path: Path) -> None:
                 raise Finding(f"{layer.name}.{name} is not finite")
         check(packed.keys() == expected.keys(), f"{layer.name}: pack() gives {list(packed)}")
         if layer.experts is None and layer.out_features * layer.in_features < 1 << 20:
-            linear = qao.QuantLinear.from_quantized(*layer.read(), scheme=layer.scheme)
-            y = linear(torch.ones(2, layer.in_features))
-            check(y.shape == (2, layer.out_features), f"{layer.name}: y is {list(y.shape)}")
+            _multiply(layer, packed)
     for name in checkpoint.others:
         tensor, (shape, dtype) = checkpoint.tensor(name), checkpoint.shape_dtype(name)
         check((tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype), f"{name}: {tensor.shape} for {shape}")
