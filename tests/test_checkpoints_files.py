@@ -15,6 +15,7 @@ import qao
 import torch
 from checkpoint_support import SCHEMES, assert_same_layer, layer_of, write
 from qao.checkpoints import CheckpointError, native, open_checkpoint
+from qao.checkpoints import settings as settings_module
 from safetensors.torch import save_file
 
 
@@ -315,3 +316,12 @@ def test_load_refuses_another_dtype_by_value_error(tmp_path: Path) -> None:
     write(tmp_path, state | {"0.qweight": state["0.qweight"].float()}, {})
     with pytest.raises(ValueError, match=rf"(?s)load: {re.escape(str(tmp_path))}.*float32\[16, 64\]"):
         qao.load(tmp_path, model)
+
+
+def test_a_pattern_of_a_config_cannot_hang_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "_SECONDS", 0.05)
+    assert settings_module.matches("a+", "a" * 60, "config.json")
+    with pytest.raises(CheckpointError, match=r"config.json: '\(a\|aa\)\+x' takes too long on the name 'aaa"):
+        settings_module.matches("(a|aa)+x", "a" * 60, "config.json")
+    with pytest.raises(CheckpointError, match=r"config.json: '\(a' is not a regular expression: missing \)"):
+        settings_module.matches("(a", "a", "config.json")

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 import accuracy
+import qao
+import test_attention
 import test_expert_rows
 import test_expert_topk
 import test_norm_product
@@ -22,9 +24,11 @@ import test_rotation
 import test_swiglu
 import torch
 from ops_schemes import INT4, PRODUCTS, Int4Format, generator
+from qao import ops
 from qao.ops import reference
+from qao.schemes import SCHEMES
 from test_quantize_ops import FP8
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import products, weights
 from .draw import described, equal, float_dtype, layouts, product_sizes, randn, size, values
@@ -277,7 +281,41 @@ def expert_sum(rng: random.Random, device: str) -> int:
     return 1
 
 
+def decode_attention(rng: random.Random, device: str) -> int:
+    """On a CPU, whatever the device."""
+    kv_heads, group, queries = rng.randint(1, 3), rng.randint(1, 5), rng.randint(1, 17)
+    keys = rng.choice((1, 127, 128, 129, rng.randint(1, 600)))
+    shape = (rng.randint(1, 3), kv_heads * group, kv_heads, queries, keys, rng.randint(1, 130), rng.randint(1, 130))
+    dtype = float_dtype(rng)
+    views = (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT)
+    q, k, v = (rng.choice(views)(tensor) for tensor in test_attention.operands(shape, dtype))
+    name, mask = rng.choice([*test_attention.masks(shape, dtype).items()])
+    _bounded(lambda: test_attention.check(q, k, v, mask), described(shape=list(shape), dtype=dtype, mask=name))
+    return 1
+
+
+def merged(word: str, rng: random.Random, device: str) -> int:
+    """Several weights: the bits of separate calls."""
+    scheme, k = SCHEMES[word](), 16 * rng.randint(1, 12)
+    layers = [nn.Linear(k, rng.randint(1, 70), bias=rng.random() < 0.5) for _ in range(rng.randint(1, 4))]
+    quantized = [qao.QuantLinear.from_linear(layer, scheme) for layer in layers]
+    x, _ = values(rng, size(rng, 6, 1, 16, 33), k, float_dtype(rng))
+    operator = ops.MERGED[getattr(OPS, f"{word}_mm").default]
+    fields = {"weight": "qweight", "scales": "scales", "bias": "bias", "weight_sums": "weight_sums"}
+    names = {argument.name for argument in operator._schema.arguments}
+    given: dict[str, Any] = {
+        name: [getattr(layer, field, None) for layer in quantized] for name, field in fields.items() if name in names
+    }
+    if "out_features" in names:
+        given |= {"out_features": [layer.out_features for layer in quantized], "in_features": k}
+        given["group_size"] = scheme.group_size
+    with torch.inference_mode():
+        _same(operator(x, **given), [layer(x) for layer in quantized], described(x=x.dtype, shape=list(x.shape)))
+    return len(layers)
+
+
 OPERATORS: dict[str, Fuzzer] = {
+    **{f"_merged_{word}_mm": partial(merged, word) for word in SCHEMES},
     **{f"{scheme.word}_mm": partial(products.dense, scheme) for scheme in PRODUCTS},
     **{f"{scheme.word}_grouped_mm": partial(products.grouped, scheme) for scheme in PRODUCTS},
     **{f"{word}_scaled_mm": partial(_scaled, f"{word}_{word}") for word in ("int8", "fp8")},
@@ -286,7 +324,7 @@ OPERATORS: dict[str, Fuzzer] = {
         for fuzzer in (
             *(int8_quantize, fp8_quantize, hadamard, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize),
             *(silu_mul, silu_mul_quantize, swiglu, swiglu_quantize, add_rms_norm_int4_mm),
-            *(expert_topk, expert_sort, expert_sum),
+            *(expert_topk, expert_sort, expert_sum, decode_attention),
         )
     },
     **weights.OPERATORS,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from .base import CheckpointError
-from .patterns import matches_start
 
 __all__ = ["Settings", "matches"]
+
+_SECONDS = 1.0  # that a regular expression may take on one name
 
 
 class Settings:
@@ -65,9 +65,12 @@ class Settings:
 
 def matches(pattern: str, name: str, where: str, *, whole: bool = False) -> bool:
     """Whether a regular expression of a config matches the start of a module's name, or the whole name."""
+    import regex  # unlike re, it can stop an expression such as (a+)+x, which takes 2^n steps for n letters
+
     try:
-        return matches_start(pattern, name, whole=whole)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"{where}: {pattern!r:.80} is not a regular expression that qao matches: {error}"
-        ) from error
+        compiled = regex.compile(pattern)
+        return (compiled.fullmatch if whole else compiled.match)(name, timeout=_SECONDS) is not None
+    except TimeoutError as error:
+        raise CheckpointError(f"{where}: {pattern!r:.80} takes too long on the name {name!r:.80}") from error
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{where}: {pattern!r:.80} is not a regular expression: {error}") from error
