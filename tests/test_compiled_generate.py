@@ -124,6 +124,7 @@ def test_the_first_call_says_what_takes_the_time(
 
 WAYS: dict[str, dict[str, Any]] = {"one": {}, "padded": {"batch": 4}, "beams": {"num_beams": 2}, "assisted": {}}
 FAST = {("gemma3_text", "padded")}  # compiling takes seconds
+EAGER = ("beams",) if int(transformers.__version__.partition(".")[0]) >= 5 else ("beams", "assisted")  # not compiled
 CASES = [
     pytest.param(name, way, marks=() if (name, way) in FAST else pytest.mark.slow)
     for name in MODELS
@@ -144,4 +145,4 @@ def test_tokens_of_the_eager_model(name: str, way: str, device: str) -> None:
         options = {**options, "compile_config": config}
     assert torch.equal(generate(model, **options, cache_implementation="static"), expected)
     assert len(expected[0, 9:].unique()) > 1  # a model that repeats one token shows little
-    assert way == "beams" or counters["stats"]["unique_graphs"] > 0  # transformers does not compile beam search
+    assert way in EAGER or counters["stats"]["unique_graphs"] > 0
