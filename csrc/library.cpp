@@ -24,6 +24,7 @@ const qao::Operators kTables[] = {
     qao::int4_pack_operators(),
     qao::embedding_operators(),
     qao::attention_operators(),
+    qao::gguf_operators(),
 };
 
 void define(StableLibrary& library) {

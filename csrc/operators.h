@@ -25,6 +25,7 @@ using Operators = std::span<const Operator>;
 Operators attention_operators();
 Operators embedding_operators();
 Operators expert_operators();
+Operators gguf_operators();
 Operators gptq_operators();
 Operators int4_pack_operators();
 Operators merged_mm_operators();

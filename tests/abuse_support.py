@@ -42,6 +42,7 @@ def _others(device: str) -> dict[str, Arguments]:
         "weight": torch.zeros(3, 4, 512, dtype=INT8, device=device),
         "scales": torch.ones(3, 16, 1, 16, dtype=torch.bfloat16, device=device),
     }
+    q8 = torch.zeros(N, 192 // 32 * 34, dtype=torch.uint8, device=device)
     return {
         "fp4_mm": {"x": x, **fp4, "bias": bias, **sizes, "group_size": 16},
         "expert_topk": {
@@ -89,6 +90,9 @@ def _others(device: str) -> dict[str, Arguments]:
         },
         "add_rms_norm_int4_mm": {"x": x, "residual": x.clone(), **fused, "gated": True},
         "int4_embedding": {"ids": ids, "weight": weight, "scales": scales, **rows, "dtype": torch.float32},
+        "gguf_mm": {"x": x[:, :192].float(), "weight": q8, "bias": bias, "qtype": 8},
+        "dequantize_gguf": {"weight": q8, "qtype": 8, "dtype": torch.float32},
+        "gguf_embedding": {"ids": ids, "weight": q8, "qtype": 8, "dtype": torch.float32},
         "int8_embedding": {
             "ids": ids,
             "weight": torch.ones(N, K, dtype=INT8, device=device),

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu/gguf.h"
 #include "cpu/numeric.h"
+#include "cpu/parallel.h"
 #include "fp4/layout.h"
 #include "int4/layout.h"
 
@@ -64,7 +66,39 @@ float weight_value(const Problem& p, const Arguments& a, int64_t n, int64_t k) {
   return p.weight == Format::kFp8 ? from_fp8(value) : static_cast<int8_t>(value);
 }
 
+// Columns of a row of GGUF W from `begin` on, at most so many: a multiple of every block's columns.
+constexpr int64_t kGgufColumns = 256;
+void load_gguf(const Problem& p, const Arguments& a, int64_t n, int64_t begin, float (&values)[kGgufColumns]) {
+  const gguf::BlockSize block = gguf::block_size(p.gguf_type);
+  const uint8_t* row = static_cast<const uint8_t*>(a.weight) + n * (p.k / block.columns * block.bytes);
+  gguf::dequantize_row(p.gguf_type, row, begin, least(kGgufColumns, p.k - begin), values);
+}
+
+double gguf_dot(const Problem& p, const Arguments& a, int64_t m, int64_t n) {
+  double sum = 0;
+  for (int64_t first = 0; first < p.k; first += kGgufColumns) {
+    float values[kGgufColumns];
+    load_gguf(p, a, n, first, values);
+    for (int64_t k = first; k < std::min(first + kGgufColumns, p.k); ++k) {
+      sum += static_cast<double>(values[k - first]) * x_value(p, a, m, k);
+    }
+  }
+  return sum;
+}
+
+// Element (n, k) of W.
+float dense_value(const Problem& p, const Arguments& a, int64_t n, int64_t k) {
+  if (p.weight == Format::kGguf) {
+    float values[kGgufColumns];
+    load_gguf(p, a, n, k / kGgufColumns * kGgufColumns, values);
+    return values[k % kGgufColumns];
+  }
+  const Group group = weight_group(p, a, n, k / (is_packed(p.weight) ? p.group_size : kScaleBlock));
+  return (weight_value(p, a, n, k) - group.zero) * group.scale;
+}
+
 double dot(const Problem& p, const Arguments& a, int64_t m, int64_t n) {
+  if (p.weight == Format::kGguf) return gguf_dot(p, a, m, n);
   const int64_t length = is_packed(p.weight) ? p.group_size : kScaleBlock;
   double sum = 0;
   for (int64_t first = 0, group = 0; first < p.k; first += length, ++group) {
@@ -92,7 +126,6 @@ void scalar::mm(const Problem& p, const Arguments& a, int64_t begin, int64_t end
 }
 
 void scalar::mm_add_nonfinite(const Problem& p, const Arguments& a, int64_t m, int64_t begin, int64_t end) {
-  const int64_t length = is_packed(p.weight) ? p.group_size : kScaleBlock;
   for (int64_t k = 0; k < p.k; ++k) {
     const float x = x_value(p, a, m, k);
     if (std::isfinite(x)) continue;
@@ -101,9 +134,8 @@ void scalar::mm_add_nonfinite(const Problem& p, const Arguments& a, int64_t m, i
       return;
     }
     for (int64_t n = begin; n < end; ++n) {
-      const Group group = weight_group(p, a, n, k / length);
-      const float w = (weight_value(p, a, n, k) - group.zero) * group.scale;
-      store(a.y, m * p.n + n, p.y_dtype, load(a.y, m * p.n + n, p.y_dtype) + x * w);
+      const float y = load(a.y, m * p.n + n, p.y_dtype);
+      store(a.y, m * p.n + n, p.y_dtype, y + x * dense_value(p, a, n, k));
     }
   }
 }

@@ -38,6 +38,7 @@ struct Problem {
   int64_t group_size = 0;                  // kInt4: 32, 64, 128, 256 or k (one group per row); kFp4: 32 or 16
   bool has_zeros = false;                  // weight == kInt4: asymmetric, zero points follow the scales
   DType scale_dtype = DType::kFloat32;     // kInt4; kFp4: bfloat16; other scales are float32
+  int gguf_type = 0;                       // kGguf: ggml's type number
   bool has_bias = false;
   DType bias_dtype = DType::kBFloat16;
   bool x_zeros = false;     // x == kInt8: asymmetric, Arguments::x_zeros and weight_sums are given

@@ -30,8 +30,8 @@ constexpr const char* name_of(DType dtype) {
 }
 
 // Storage format of matrix elements: a DType, 8 bits (fp8 is e4m3), or 4 bits (cuda/int4/layout.h; fp4 is e2m1,
-// cuda/fp4/layout.h).
-enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3, kFp4 = 4 };
+// cuda/fp4/layout.h). GGUF: blocks of any of its types, row-major, on the CPU only (csrc/cpu/gguf_blocks.h).
+enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3, kFp4 = 4, kGguf = 5 };
 
 constexpr const char* name_of(Format format) {
   switch (format) {
@@ -45,11 +45,13 @@ constexpr const char* name_of(Format format) {
       return "int4";
     case Format::kFp4:
       return "fp4";
+    case Format::kGguf:
+      return "gguf";
   }
   return "?";
 }
 
-constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4};
+constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4, Format::kGguf};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
 // 4-bit weights are packed, with parameters per group along K. All others are row-major bytes.

@@ -22,6 +22,7 @@ Weights
         for int4.
     fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one per 128 x 128 block,
         [ceil(N / 128), ceil(K / 128)].
+    GGUF: ``gguf_mm`` takes a file's bytes and the type number of its blocks (gguf.py) and no scales.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ from .matmul import (
     int8_int4_mm,
     int8_int8_mm,
     int8_mm,
+)
+from .gguf import (
+    dequantize_gguf,
+    gguf_embedding,
+    gguf_mm,
 )
 from . import fake, vmap  # noqa: F401  # register fake kernels and vmap rules of the operators above
 from .dequantize import (
@@ -137,6 +143,7 @@ __all__ = [
     "decode_attention",
     "dequantize_fp4",
     "dequantize_fp8",
+    "dequantize_gguf",
     "dequantize_int4",
     "dequantize_int8",
     "expert_sort",
@@ -152,6 +159,8 @@ __all__ = [
     "fp8_mm",
     "fp8_quantize",
     "fp8_scaled_mm",
+    "gguf_embedding",
+    "gguf_mm",
     "gptq_columns",
     "grouped_product",
     "hadamard",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .autograd import DENSE
 from .fake_kernel import fake_kernel
+from .gguf import columns_of
 from .merged_mm import MERGED
 from .packed_shape import TILE_BYTES, TILE_K, TILE_N
 
@@ -310,3 +311,18 @@ def _(
 @fake_kernel("int8_embedding")
 def _(ids: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty((*ids.shape, weight.shape[1]), dtype=dtype, device=weight.device)
+
+
+@fake_kernel("gguf_mm")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, qtype: int, batch_invariant: bool = False) -> Tensor:
+    return _like_x(x, weight.shape[0])
+
+
+@fake_kernel("dequantize_gguf")
+def _(weight: Tensor, qtype: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty((weight.shape[0], columns_of(weight, qtype)), dtype=dtype, device=weight.device)
+
+
+@fake_kernel("gguf_embedding")
+def _(ids: Tensor, weight: Tensor, qtype: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty((*ids.shape, columns_of(weight, qtype)), dtype=dtype, device=weight.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from .autograd import DENSE, batched, of_parts
+from .gguf import over_batch
 
 _qao = torch.ops.qao
 _library = torch.library.Library("qao", "FRAGMENT")
@@ -109,6 +111,9 @@ def _register() -> None:
         _register_product(operator)
         _register_jagged(operator)
         _register_strided(operator)
+    _register_jagged(_qao.gguf_mm.default)
+    _register_strided(_qao.gguf_mm.default)
+    torch.library.register_vmap("qao::gguf_mm", partial(over_batch, _qao.gguf_mm.default))
     torch.library.register_autograd("qao::hadamard", _rotate_back, setup_context=_keep_size)
     for operator, rows in (
         (_qao.add_rms_norm.default, 2),
@@ -117,6 +122,7 @@ def _register() -> None:
         (_qao.hadamard.default, 1),
         (_qao.int4_embedding.default, 1),
         (_qao.int8_embedding.default, 1),
+        (_qao.gguf_embedding.default, 1),
     ):
         _register_rows(operator, rows)
 

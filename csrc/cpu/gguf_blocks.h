@@ -1,0 +1,258 @@
+// Blocks of GGUF weights: sizes, codes and scales of every type.
+// A row of W is a run of blocks. Every block type is read as codes 0..255 and, per segment of 16 columns, a scale and a
+// minimum:
+//   w = scale * (code - kOffset) - minimum
+// in float32 with the roundings of the formats' definition. The anonymous namespace: see numeric.h.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/numeric.h"
+
+namespace qao::cpu::gguf {
+namespace {
+
+constexpr int kSegment = 16;  // columns
+constexpr int kUnit = 256;    // columns that kernels treat at a time: one block, or eight of 32 columns
+constexpr int kUnitSegments = kUnit / kSegment;
+
+// ggml's type numbers.
+enum Type : int {
+  kQ4_0 = 2,
+  kQ4_1 = 3,
+  kQ5_0 = 6,
+  kQ5_1 = 7,
+  kQ8_0 = 8,
+  kQ2_K = 10,
+  kQ3_K = 11,
+  kQ4_K = 12,
+  kQ5_K = 13,
+  kQ6_K = 14,
+  kIq4Nl = 20,
+  kIq4Xs = 23,
+};
+
+// IQ4_NL's and IQ4_XS's values plus 128.
+constexpr uint8_t kIq4Codes[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+inline uint16_t load16(const uint8_t* bytes) {
+  uint16_t value;
+  std::memcpy(&value, bytes, 2);
+  return value;
+}
+inline uint32_t load32(const uint8_t* bytes) {
+  uint32_t value;
+  std::memcpy(&value, bytes, 4);
+  return value;
+}
+inline float half(const uint8_t* bytes) { return from_fp16(load16(bytes)); }
+
+// Nibbles of 16 bytes: columns 0..15 are the lower ones.
+inline void split_nibbles(const uint8_t* bytes, uint8_t* codes) {
+  for (int i = 0; i < 16; ++i) codes[i] = bytes[i] & 15, codes[i + 16] = bytes[i] >> 4;
+}
+inline void add_fifth_bits(uint32_t bits, uint8_t* codes) {
+  for (int i = 0; i < 32; ++i) codes[i] |= (bits >> i & 1) << 4;
+}
+
+// The eight 6-bit scales, then the eight 6-bit minima, of Q4_K and Q5_K from their 12 bytes.
+inline void split_scales(const uint8_t* bytes, uint8_t (&values)[16]) {
+  const uint32_t low = load32(bytes), high = load32(bytes + 4), both = load32(bytes + 8);
+  const uint32_t words[4] = {low & 0x3F3F3F3F, (both & 0x0F0F0F0F) | (low >> 2 & 0x30303030), high & 0x3F3F3F3F,
+                             (both >> 4 & 0x0F0F0F0F) | (high >> 2 & 0x30303030)};
+  std::memcpy(values, words, 16);
+}
+
+// A block type has
+//   kColumns, kBytes   of a block
+//   kOffset            subtracted from codes
+//   kHasMinima         otherwise minima are 0, and scales() leaves them out
+//   codes()            codes of the columns, in order
+//   scales()           scales and minima of the segments, in order
+template <Type>
+struct Blocks;
+
+struct Of32 {
+  static constexpr int kColumns = 32;
+  static constexpr bool kHasMinima = false;
+};
+template <>
+struct Blocks<kQ4_0> : Of32 {
+  static constexpr int kBytes = 18, kOffset = 8;
+  static void codes(const uint8_t* block, uint8_t* codes) { split_nibbles(block + 2, codes); }
+  static void scales(const uint8_t* block, float* scale, float*) { scale[0] = scale[1] = half(block); }
+};
+template <>
+struct Blocks<kQ5_0> : Of32 {
+  static constexpr int kBytes = 22, kOffset = 16;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    split_nibbles(block + 6, codes), add_fifth_bits(load32(block + 2), codes);
+  }
+  static void scales(const uint8_t* block, float* scale, float*) { scale[0] = scale[1] = half(block); }
+};
+template <>
+struct Blocks<kQ8_0> : Of32 {
+  static constexpr int kBytes = 34, kOffset = 128;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    for (int i = 0; i < 32; ++i) codes[i] = block[2 + i] ^ 0x80;
+  }
+  static void scales(const uint8_t* block, float* scale, float*) { scale[0] = scale[1] = half(block); }
+};
+template <>
+struct Blocks<kIq4Nl> : Of32 {
+  static constexpr int kBytes = 18, kOffset = 128;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    split_nibbles(block + 2, codes);
+    for (int i = 0; i < 32; ++i) codes[i] = kIq4Codes[codes[i]];
+  }
+  static void scales(const uint8_t* block, float* scale, float*) { scale[0] = scale[1] = half(block); }
+};
+
+struct Of32WithMinima {
+  static constexpr int kColumns = 32, kOffset = 0;
+  static constexpr bool kHasMinima = true;
+  static void scales(const uint8_t* block, float* scale, float* minimum) {
+    scale[0] = scale[1] = half(block), minimum[0] = minimum[1] = -half(block + 2);
+  }
+};
+template <>
+struct Blocks<kQ4_1> : Of32WithMinima {
+  static constexpr int kBytes = 20;
+  static void codes(const uint8_t* block, uint8_t* codes) { split_nibbles(block + 4, codes); }
+};
+template <>
+struct Blocks<kQ5_1> : Of32WithMinima {
+  static constexpr int kBytes = 24;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    split_nibbles(block + 8, codes), add_fifth_bits(load32(block + 4), codes);
+  }
+};
+
+template <>
+struct Blocks<kQ2_K> {
+  static constexpr int kColumns = 256, kBytes = 84, kOffset = 0;
+  static constexpr bool kHasMinima = true;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    for (int i = 0; i < 256; ++i) codes[i] = block[16 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
+  }
+  static void scales(const uint8_t* block, float* scale, float* minimum) {
+    const float d = half(block + 80), least = half(block + 82);
+    for (int s = 0; s < 16; ++s) scale[s] = d * (block[s] & 15), minimum[s] = least * (block[s] >> 4);
+  }
+};
+template <>
+struct Blocks<kQ3_K> {
+  static constexpr int kColumns = 256, kBytes = 110, kOffset = 4;
+  static constexpr bool kHasMinima = false;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    for (int i = 0; i < 256; ++i) {
+      codes[i] = (block[32 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3) | (block[i % 32] >> i / 32 & 1) << 2;
+    }
+  }
+  static void scales(const uint8_t* block, float* scale, float*) {
+    const uint8_t* bytes = block + 96;
+    const uint32_t low[2] = {load32(bytes), load32(bytes + 4)}, high = load32(bytes + 8);
+    uint32_t words[4];
+    for (int i = 0; i < 4; ++i) {
+      words[i] = (low[i % 2] >> i / 2 * 4 & 0x0F0F0F0F) | (high >> 2 * i & 0x03030303) << 4;
+    }
+    uint8_t values[16];
+    std::memcpy(values, words, 16);
+    const float d = half(block + 108);
+    for (int s = 0; s < 16; ++s) scale[s] = d * static_cast<float>(values[s] - 32);
+  }
+};
+
+// Q4_K and Q5_K.
+struct SixBitScales {
+  static constexpr int kColumns = 256, kOffset = 0;
+  static constexpr bool kHasMinima = true;
+  static void scales(const uint8_t* block, float* scale, float* minimum) {
+    const float d = half(block), least = half(block + 2);
+    uint8_t values[16];
+    split_scales(block + 4, values);
+    for (int s = 0; s < 16; ++s) scale[s] = d * values[s / 2], minimum[s] = least * values[8 + s / 2];
+  }
+};
+template <>
+struct Blocks<kQ4_K> : SixBitScales {
+  static constexpr int kBytes = 144;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    for (int i = 0; i < 256; ++i) codes[i] = block[16 + i / 64 * 32 + i % 32] >> i / 32 % 2 * 4 & 15;
+  }
+};
+template <>
+struct Blocks<kQ5_K> : SixBitScales {
+  static constexpr int kBytes = 176;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    for (int i = 0; i < 256; ++i) {
+      codes[i] = (block[48 + i / 64 * 32 + i % 32] >> i / 32 % 2 * 4 & 15) | (block[16 + i % 32] >> i / 32 & 1) << 4;
+    }
+  }
+};
+template <>
+struct Blocks<kQ6_K> {
+  static constexpr int kColumns = 256, kBytes = 210, kOffset = 32;
+  static constexpr bool kHasMinima = false;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    for (int i = 0; i < 256; ++i) {
+      const int low = block[i / 128 * 64 + i % 64] >> i / 64 % 2 * 4 & 15;
+      codes[i] = static_cast<uint8_t>(low | (block[128 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3) << 4);
+    }
+  }
+  static void scales(const uint8_t* block, float* scale, float*) {
+    const float d = half(block + 208);
+    for (int s = 0; s < 16; ++s) scale[s] = d * static_cast<int8_t>(block[192 + s]);
+  }
+};
+template <>
+struct Blocks<kIq4Xs> {
+  static constexpr int kColumns = 256, kBytes = 136, kOffset = 128;
+  static constexpr bool kHasMinima = false;
+  static void codes(const uint8_t* block, uint8_t* codes) {
+    for (int i = 0; i < 256; ++i) codes[i] = kIq4Codes[block[8 + i / 32 * 16 + i % 16] >> i / 16 % 2 * 4 & 15];
+  }
+  static void scales(const uint8_t* block, float* scale, float*) {
+    const float d = half(block);
+    const int high = load16(block + 2);
+    for (int s = 0; s < 16; ++s) {
+      const int group = s / 2, low = block[4 + group / 2] >> group % 2 * 4 & 15;
+      scale[s] = d * static_cast<float>((low | (high >> 2 * group & 3) << 4) - 32);
+    }
+  }
+};
+
+// Calls visit<type>(). `type` is one of Type.
+template <typename Visit>
+inline auto with_type(int type, const Visit& visit) {
+  switch (type) {
+    case kQ4_0:
+      return visit.template operator()<kQ4_0>();
+    case kQ4_1:
+      return visit.template operator()<kQ4_1>();
+    case kQ5_0:
+      return visit.template operator()<kQ5_0>();
+    case kQ5_1:
+      return visit.template operator()<kQ5_1>();
+    case kQ8_0:
+      return visit.template operator()<kQ8_0>();
+    case kQ2_K:
+      return visit.template operator()<kQ2_K>();
+    case kQ3_K:
+      return visit.template operator()<kQ3_K>();
+    case kQ4_K:
+      return visit.template operator()<kQ4_K>();
+    case kQ5_K:
+      return visit.template operator()<kQ5_K>();
+    case kQ6_K:
+      return visit.template operator()<kQ6_K>();
+    case kIq4Nl:
+      return visit.template operator()<kIq4Nl>();
+    default:
+      return visit.template operator()<kIq4Xs>();
+  }
+}
+
+}  // namespace
+}  // namespace qao::cpu::gguf

@@ -1,0 +1,120 @@
+// Operators of GGUF weights: GEMM, dequantization and embedding lookup.
+#include "cpu/gguf.h"
+
+#include "cpu/mm.h"
+#include "operators.h"
+#include "rows.h"
+
+namespace qao {
+namespace {
+
+using cpu::gguf::Weight;
+
+// Checks a weight [N, row_bytes] of a GGUF type, on the device of `ids_or_x`.
+Weight checked_weight(const Op& op, const Argument& weight, const Argument& other, int64_t qtype) {
+  const auto [columns, bytes] = cpu::gguf::block_size(qtype);
+  op.check(bytes > 0,
+           "qtype must be ggml's number of Q4_0 (2), Q4_1 (3), Q5_0 (6), Q5_1 (7), Q8_0 (8), Q2_K (10), Q3_K (11), "
+           "Q4_K (12), Q5_K (13), Q6_K (14), IQ4_NL (20) or IQ4_XS (23)",
+           "Dequantize other types with the gguf package, and quantize the weight again");
+  op.check(weight.dtype() == uint8_code() && weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) >= 1,
+           "weight must be uint8 of shape [N, bytes of a row]", "Pass the tensor's bytes as the GGUF file holds them");
+  if (weight.size(1) % bytes != 0) {
+    op.fail("rows of weight must hold whole blocks of " + std::to_string(bytes) + " bytes",
+            "Pass the qtype that the GGUF file records for this tensor");
+  }
+  op.check_operand(weight, other);
+  if (!weight.is_cpu()) {
+    op.fail("GGUF weights have kernels for CPUs only",
+            "Move the tensors to the CPU; for a GPU, dequantize the weight there and quantize it to another scheme");
+  }
+  Weight rows;
+  rows.type = qtype;
+  rows.n = weight.size(0);
+  rows.k = weight.size(1) / bytes * columns;
+  rows.weight = static_cast<const uint8_t*>(weight.data());
+  return rows;
+}
+
+Tensor gguf_mm(const Tensor& x_tensor, const Tensor& weight_tensor, const std::optional<Tensor>& bias_tensor,
+               int64_t qtype, bool batch_invariant) {
+  Op op("gguf_mm");
+  const Argument x("x", x_tensor), weight("weight", weight_tensor);
+  std::optional<Argument> bias;
+  op.involve(&x), op.involve(&weight);
+  if (bias_tensor) op.involve(&bias.emplace("bias", *bias_tensor));
+  op.involve("qtype", qtype);
+
+  mm::Problem problem;
+  mm::Arguments arguments;
+  problem.x_dtype = problem.y_dtype = op.float_dtype(x);
+  const Weight w = checked_weight(op, weight, x, qtype);
+  problem.weight = Format::kGguf;
+  problem.gguf_type = static_cast<int>(qtype);
+  problem.n = w.n, problem.k = w.k;
+  problem.batch_invariant = batch_invariant;
+  arguments.weight = w.weight;
+  op.check(x.dim() >= 1 && x.size(x.dim() - 1) == w.k, "x must have shape [..., in_features]",
+           "Check x.shape against the layer's in_features: blocks per row times columns per block");
+  if (bias) {
+    problem.has_bias = true;
+    problem.bias_dtype = op.check_bias(*bias, x, w.n);
+    arguments.bias = bias->data();
+  }
+  const Rows rows(x_tensor, x);
+  problem.m = rows.count;
+  arguments.x = rows.data, arguments.x_stride = rows.stride;
+  Tensor y = empty_rows(w.n, torch_dtype(problem.y_dtype), x);
+  if (problem.m == 0) return y;
+  arguments.y = y.data_ptr();
+  op.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
+  return y;
+}
+
+Tensor dequantize_gguf(const Tensor& weight_tensor, int64_t qtype, torch::headeronly::ScalarType dtype) {
+  Op op("dequantize_gguf");
+  const Argument weight("weight", weight_tensor);
+  op.involve(&weight), op.involve("qtype", qtype);
+  Weight rows = checked_weight(op, weight, weight, qtype);
+  rows.dtype = op.float_dtype("dtype", dtype);
+  Tensor out = empty({rows.n, rows.k}, torch_dtype(rows.dtype), weight);
+  rows.out = out.data_ptr();
+  cpu::gguf::dequantize(rows, torch_threads(rows.n * rows.k));
+  return out;
+}
+
+Tensor gguf_embedding(const Tensor& ids_tensor, const Tensor& weight_tensor, int64_t qtype,
+                      torch::headeronly::ScalarType dtype) {
+  Op op("gguf_embedding");
+  const Argument ids("ids", ids_tensor), weight("weight", weight_tensor);
+  op.involve(&ids), op.involve(&weight), op.involve("qtype", qtype);
+  Weight rows = checked_weight(op, weight, weight, qtype);
+  op.check(ids.dtype() == int64_code() || ids.dtype() == int32_code(), "ids must be int32 or int64",
+           "Convert them: ids.long()");
+  op.check(ids.same_device(weight), "ids and weight are on different devices",
+           "Move them to one device with .to(device)");
+  rows.dtype = op.float_dtype("dtype", dtype);
+  Tensor out = empty_vectors(rows.k, torch_dtype(rows.dtype), ids);
+  const int64_t m = ids.numel();
+  if (m == 0) return out;
+  std::optional<Tensor> copy;
+  const void* data = ids.is_contiguous() ? ids.data() : copy.emplace(contiguous(ids_tensor, ids)).data_ptr();
+  rows.out = out.data_ptr();
+  op.check(cpu::gguf::embedding(rows, data, ids.dtype() == int64_code(), m, torch_threads(m * rows.k)));
+  return out;
+}
+
+constexpr Operator kOperators[] = {
+    operator_of<"gguf_mm", gguf_mm>(
+        "gguf_mm(Tensor x, Tensor weight, Tensor? bias, int qtype, bool batch_invariant=False) -> Tensor"),
+    operator_of<"dequantize_gguf", dequantize_gguf>(
+        "dequantize_gguf(Tensor weight, int qtype, ScalarType dtype) -> Tensor"),
+    operator_of<"gguf_embedding", gguf_embedding>(
+        "gguf_embedding(Tensor ids, Tensor weight, int qtype, ScalarType dtype) -> Tensor"),
+};
+
+}  // namespace
+
+Operators gguf_operators() { return kOperators; }
+
+}  // namespace qao

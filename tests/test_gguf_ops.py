@@ -1,0 +1,153 @@
+"""gguf_mm, dequantize_gguf and gguf_embedding against float64 and the gguf package."""
+
+from __future__ import annotations
+
+import re
+
+import gguf
+import numpy
+import pytest
+import qao.ops
+import torch
+from qao.ops.gguf import BLOCKS
+from torch import Tensor
+
+QTYPES = sorted(BLOCKS)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Bytes of a block's float16 numbers.
+HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 20: [0], 10: [80, 82], 11: [108], 12: [0, 2], 13: [0, 2],
+          14: [208], 23: [0]}  # fmt: skip
+qtypes = pytest.mark.parametrize("qtype", QTYPES, ids=lambda value: gguf.GGMLQuantizationType(value).name)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def random_weight(qtype: int, n: int, blocks: int, seed: int = 0) -> Tensor:
+    """Random blocks: every code and scale occurs. float16 numbers are of both signs, a tenth of them subnormal."""
+    rng = numpy.random.default_rng(seed)
+    data = rng.integers(0, 256, (n, blocks, BLOCKS[qtype][1]), dtype=numpy.uint8)
+    for at in HALVES[qtype]:
+        d = rng.normal(0, 0.01, (n, blocks)).astype(numpy.float16)
+        d = numpy.where(rng.random((n, blocks)) < 0.1, d.dtype.type(5e-6), d)
+        data[..., at : at + 2] = d[..., None].view(numpy.uint8)
+    return torch.from_numpy(data.reshape(n, -1).copy())
+
+
+def definition(weight: Tensor, qtype: int) -> Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(weight.numpy(), gguf.GGMLQuantizationType(qtype)))
+
+
+@qtypes
+def test_dequantization_is_that_of_the_definition(qtype: int) -> None:
+    weight = random_weight(qtype, 5, 3)
+    dense = definition(weight, qtype)
+    for dtype in DTYPES:
+        ours = qao.ops.dequantize_gguf(weight, qtype, dtype)
+        assert ours.dtype == dtype and torch.equal(ours, dense.to(dtype))
+    ids = torch.tensor([[4, 0], [2, 4]], dtype=torch.int32)
+    assert torch.equal(qao.ops.gguf_embedding(ids, weight, qtype, torch.float16), dense[ids.long()].half())
+
+
+def bound(x: Tensor, dense: Tensor) -> Tensor:
+    """[M, N]: twice the error that rounding W, x · Wᵀ and y to the dtype of x may have, and float32 sums."""
+    eps = torch.finfo(x.dtype).eps
+    x, dense = x.double(), dense.double()
+    return (x**2 @ (dense**2).t()).sqrt() * 4 * eps + (x @ dense.t()).abs() * eps + x.abs() @ dense.abs().t() * 2.0**-21
+
+
+@pytest.mark.parametrize("m", (1, 3, 9, 40))
+@dtypes
+@qtypes
+def test_mm(qtype: int, dtype: torch.dtype, m: int) -> None:
+    for n, blocks in ((1, 1), (37, 3)):
+        weight = random_weight(qtype, n, blocks, seed=m)
+        dense = definition(weight, qtype)
+        generator = torch.Generator().manual_seed(m)
+        x = torch.randn(m, dense.shape[1], generator=generator).to(dtype)
+        bias = torch.randn(n, generator=generator)
+        y = qao.ops.gguf_mm(x, weight, bias, qtype)
+        assert y.dtype == dtype and y.shape == (m, n)
+        error = (y.double() - (x.double() @ dense.double().t() + bias.double())).abs()
+        assert (error <= bound(x, dense) + bias.abs().double() * torch.finfo(dtype).eps).all()
+
+
+@pytest.mark.parametrize("m", (1, 20))
+@pytest.mark.parametrize("value", (float("inf"), float("nan")))
+@qtypes
+def test_nonfinite_values_reach_their_rows(qtype: int, value: float, m: int) -> None:
+    weight = random_weight(qtype, 18, 2)
+    x = torch.randn(m, BLOCKS[qtype][0] * 2, dtype=torch.bfloat16)
+    clean = qao.ops.gguf_mm(x, weight, None, qtype)
+    x[0, 33] = value
+    y = qao.ops.gguf_mm(x, weight, None, qtype)
+    expected = x[:1].float() @ definition(weight, qtype).t()
+    assert torch.equal(y[0].isnan(), expected[0].isnan()) and not y[0].isfinite().any()
+    assert torch.equal(y[1:], clean[1:])
+
+
+@pytest.mark.parametrize("scale", (2.0**100, 2.0**-100))
+def test_any_range_of_x(scale: float) -> None:
+    weight = random_weight(12, 20, 2)
+    dense = definition(weight, 12)
+    x = torch.randn(2, 512) * scale
+    x[:, 7] *= 1e6
+    y = qao.ops.gguf_mm(x, weight, None, 12)
+    assert ((y.double() - x.double() @ dense.double().t()).abs() <= bound(x, dense)).all()
+
+
+@pytest.mark.parametrize("qtype", (8, 12))
+def test_rows_are_batch_invariant(qtype: int) -> None:
+    weight = random_weight(qtype, 33, 2)
+    x = torch.randn(40, BLOCKS[qtype][0] * 2, dtype=torch.bfloat16)
+    with qao.ops.batch_invariant():
+        y = qao.ops.gguf_mm(x, weight, None, qtype)
+        assert torch.equal(torch.cat([qao.ops.gguf_mm(row[None], weight, None, qtype) for row in x]), y)
+
+
+def test_threads_and_repetitions_do_not_matter() -> None:
+    weight, x, before = random_weight(12, 300, 2), torch.randn(3, 512), torch.get_num_threads()
+    try:
+        results = [(torch.set_num_threads(count), qao.ops.gguf_mm(x, weight, None, 12))[1] for count in (1, 2, 2, 3)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_views_of_x() -> None:
+    weight, x = random_weight(14, 17, 1), torch.randn(4, 6, 256)
+    y = qao.ops.gguf_mm(x, weight, None, 14)
+    assert y.shape == (4, 6, 17)
+    assert torch.equal(qao.ops.gguf_mm(x.transpose(0, 1), weight, None, 14), y.transpose(0, 1))
+    assert torch.equal(qao.ops.gguf_mm(x[1:3, ::2], weight, None, 14), y[1:3, ::2])
+    assert qao.ops.gguf_mm(x[:0], weight, None, 14).shape == (0, 6, 17)
+
+
+def test_gradients_vmap_and_compile() -> None:
+    weight = random_weight(13, 5, 1)
+    dense = definition(weight, 13)
+    x, bias = torch.randn(3, 256, requires_grad=True), torch.randn(5, requires_grad=True)
+    qao.ops.gguf_mm(x, weight, bias, 13).square().sum().backward()
+    y = x.detach() @ dense.t() + bias.detach()
+    torch.testing.assert_close(x.grad, 2 * y @ dense, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bias.grad, 2 * y.sum(0), rtol=1e-4, atol=1e-4)
+    batch = torch.randn(2, 3, 256)
+    product = torch.func.vmap(lambda rows: qao.ops.gguf_mm(rows, weight, None, 13))
+    assert torch.equal(product(batch), qao.ops.gguf_mm(batch, weight, None, 13))
+    tangent = torch.func.jvp(lambda rows: qao.ops.gguf_mm(rows, weight, None, 13), (batch,), (batch,))[1]
+    torch.testing.assert_close(tangent, batch @ dense.t(), rtol=1e-4, atol=1e-4)
+    torch.library.opcheck(torch.ops.qao.gguf_mm.default, (batch, weight, None, 13))
+    torch.library.opcheck(torch.ops.qao.dequantize_gguf.default, (weight, 13, torch.float16))
+    torch.library.opcheck(torch.ops.qao.gguf_embedding.default, (torch.tensor([1]), weight, 13, torch.float16))
+
+
+def test_errors_name_the_operator_and_the_remedy() -> None:
+    weight, x = random_weight(12, 4, 1), torch.randn(2, 256)
+    for message, arguments in {
+        "qtype must be ggml's number": (x, weight, None, 1),
+        "rows of weight must hold whole blocks of 210 bytes": (x, weight, None, 14),
+        "x must have shape": (x[:, :32], weight, None, 12),
+        "weight must be uint8": (x, weight.to(torch.int8), None, 12),
+    }.items():
+        with pytest.raises(RuntimeError, match=rf"^qao::gguf_mm: {re.escape(message)}.* Got x: .*qtype"):
+            torch.ops.qao.gguf_mm(*arguments)
+    with pytest.raises(RuntimeError, match=r"^qao::gguf_embedding: ids must be in 0\.\.3.* is 4"):
+        qao.ops.gguf_embedding(torch.tensor([0, 4]), weight, 12, torch.float32)
