@@ -121,11 +121,16 @@ static Form choose_form(const Job& job, float* values, int64_t count, int bits, 
   if (!gap) {
     rest.counts = count_below(bits, few);
     const bool fits = !is_spread(rest.counts, false) ||
-                      move_outliers(values, count, few, false, few_outliers(count), outliers, &rest);
+                      (job.segment_places == nullptr &&  // another word costs GGUF W little
+                       move_outliers(values, count, few, false, few_outliers(count), outliers, &rest));
     add(rest.counts, row);
     if (fits) return {job.words, rest.largest};
   }
   if (is_spread(count_below(bits, all), true)) {
+    if (job.segment_places != nullptr) {
+      *remark |= kIsWide;
+      return {job.words + 1, bits};
+    }
     move_outliers(values, count, all, true, count, outliers, &rest);
     if (rest.counts.below[0] * 8 > rest.counts.nonzero) *remark |= kIsWide;  // a ladder
   }

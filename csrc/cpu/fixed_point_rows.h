@@ -15,8 +15,9 @@ Counts count_chunk(const float* values, int64_t count, int largest, int reach);
 
 // Packs one tile of values times `inverse`. The integer parts are word 0; the remainder of each word, in units of 2^-15
 // of that word, is the next. |word| < 2^15 - 128. The bytes of word w go to out[w], high and low, its sums of each step
-// to step_sums[w].
-void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4]);
+// to step_sums[w]. `places`: of the tile's steps in the chunk (Job::segment_places) that starts at out[w], or null.
+void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4],
+               const uint8_t* places);
 
 // Returns the counts of the row, unless it is known to have a gap.
 Counts pack_row(const Job& job, int64_t m, bool gap) {
@@ -40,9 +41,19 @@ Counts pack_row(const Job& job, int64_t m, bool gap) {
       int8_t* out[kMaxWords] = {};
       int step_sums[kMaxWords][4] = {};
       for (int w = 0; w < form.words; ++w) {
-        out[w] = job.fixed_point[w] + (m * job.tiles_k + first_tile + t) * 2 * kTileColumns;
+        const int64_t tile = first_tile + (job.segment_places != nullptr ? 0 : t);
+        out[w] = job.fixed_point[w] + (m * job.tiles_k + tile) * 2 * kTileColumns;
       }
-      pack_tile(values + t * kTileColumns, inverse, form.words, out, step_sums);
+      const uint8_t* places = job.segment_places != nullptr ? job.segment_places + 4 * t : nullptr;
+      pack_tile(values + t * kTileColumns, inverse, form.words, out, step_sums, places);
+      for (int step = 0; places != nullptr && step < 4; ++step) {
+        float sum = 0;
+        for (int w = form.words - 1; w >= 0; --w) {
+          sum = sum * (1.0f / (1 << kWordShift)) + static_cast<float>(step_sums[w][step]);
+        }
+        const int64_t segment = (m * job.chunks + c) * 16 + 4 * t + step;
+        job.segment_sums[segment] = sum * job.chunk_scales[m * job.chunks + c];
+      }
       for (int w = 0; w < form.words; ++w) {
         for (int step = 0; step < 4; ++step) {
           const int64_t section = (k0 + t * kTileColumns + step * kStep) / job.section;

@@ -49,6 +49,13 @@ BlockSize block_size(int64_t type) {
   return {0, 0};
 }
 
+const uint8_t* segment_places(int64_t type) {
+  return with_type(static_cast<int>(type), []<Type kType> {
+    static constexpr Segments kPlaces = inverse(segment_order(kType));
+    return kPlaces.of;
+  });
+}
+
 void dequantize_row(int64_t type, const uint8_t* row, int64_t begin, int64_t count, float* out) {
   with_type(static_cast<int>(type), [&]<Type kType> { dequantize_blocks<kType>(row, begin, count, out); });
 }

@@ -15,6 +15,9 @@ struct BlockSize {
 };
 BlockSize block_size(int64_t type);
 
+// Places of a chunk's segments in packed x (Job::segment_places), [16].
+const uint8_t* segment_places(int64_t type);
+
 // Columns [begin, begin + count) of a row of W as float32, count columns; both are multiples of a block's columns.
 void dequantize_row(int64_t type, const uint8_t* row, int64_t begin, int64_t count, float* out);
 

@@ -223,6 +223,31 @@ struct Blocks<kIq4Xs> {
   }
 };
 
+// Segments of 256 columns in the order in which SIMD kernels find them in W: four vectors of four.
+struct Segments {
+  uint8_t of[kUnitSegments];
+};
+constexpr Segments segment_order(Type type) {
+  switch (type) {
+    case kQ4_K:
+    case kQ5_K:  // 16 bytes of each of the four runs of 32: lower nibbles, then upper ones
+      return {{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15}};
+    case kQ2_K:
+    case kQ3_K:  // 64 bytes, shifted
+      return {{0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15}};
+    case kQ8_0:
+    case kQ6_K:
+      return {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+    default:  // lower nibbles of four runs of 16 bytes, then upper ones
+      return {{0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15}};
+  }
+}
+constexpr Segments inverse(Segments order) {
+  Segments places = {};
+  for (int i = 0; i < kUnitSegments; ++i) places.of[order.of[i]] = static_cast<uint8_t>(i);
+  return places;
+}
+
 // Calls visit<type>(). `type` is one of Type.
 template <typename Visit>
 inline auto with_type(int type, const Visit& visit) {

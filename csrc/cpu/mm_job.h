@@ -66,6 +66,8 @@ struct Job {
   int64_t group_size = 0, groups = 1;  // int4, fp4: columns per scale; 8-bit W: all of K
   int64_t scale_rows = 0;              // fp4: dimension 1 of the scales; NVFP4 has three more rows than groups
   int64_t section = 0, sections = 0, sections_per_group = 0;
+  int gguf_type = 0;      // GGUF W: ggml's type number
+  int64_t row_bytes = 0;  // likewise
 
   // ---- Packed x. A kernel reads the form that its row of the table names (mm_packing.h). ----
 
@@ -82,6 +84,10 @@ struct Job {
   float* word_sums[kMaxWords] = {};     // [m][sections] sums of the words
   float* chunk_scales = nullptr;        // [m][chunks]
   uint8_t* chunk_words = nullptr;       // [m][chunks]
+  // GGUF W: chunks of 256 columns, of which bytes [64 v + 16 i, + 16) are those of segment order[4 v + i] of 16
+  // columns, and the sums of x itself over segments, in natural order. Only Inf and NaN are outliers.
+  const uint8_t* segment_places = nullptr;  // [16], the inverse of that order
+  float* segment_sums = nullptr;            // [m][chunks][16]
   uint64_t* outliers = nullptr;  // [m][tiles_k], one bit per column: Inf, NaN, and values too far above their chunk
 
   // bfloat16 B tiles of 16 k-pairs x 16 rows. x is the sum of `parts` bfloat16 parts (float32: 3, float16: 2).

@@ -42,6 +42,7 @@ void pack_float32_panels(const Job& job, int64_t begin, int64_t end);
 void pack_int8_panels(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void fixed_point_gguf_gemv(const Job& job, int64_t begin, int64_t end);
 void float32_w8_gemv(const Job& job, int64_t begin, int64_t end);
 void float32_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemv(const Job& job, int64_t begin, int64_t end);

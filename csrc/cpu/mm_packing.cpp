@@ -3,8 +3,10 @@
 
 #include <algorithm>
 
+#include "cpu/gguf.h"
 #include "cpu/mm_kernels.h"
 #include "cpu/mm_table.h"
+#include "cpu/numeric.h"
 #include "cpu/parallel.h"
 #include "fp4/layout.h"
 
@@ -39,6 +41,29 @@ void lay_out_int8_rows(Pieces& pieces, Job* job) {
 }
 
 #if defined(__x86_64__)
+// Only Inf and NaN: scalar code suffices.
+void add_gguf_outliers(const Job& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin, int64_t end) {
+  for (int64_t n = begin * kTileRows; n < least(end * kTileRows, job.n); ++n) {
+    for (int64_t m = 0; m < job.m; ++m) {
+      float sum = static_cast<const float*>(job.y)[m * job.n + n];
+      for (int64_t i = outliers.first[m]; i < outliers.first[m + 1]; ++i) {
+        float values[kMaxSection];
+        const int64_t k = outliers.columns[i], first = k / kMaxSection * kMaxSection;
+        gguf::dequantize_row(job.gguf_type, job.weight + n * job.row_bytes, first, least(kMaxSection, job.k - first),
+                             values);
+        sum += outliers.values[i] * values[k - first];
+      }
+      store(y, m * job.n + n, y_dtype, sum);
+    }
+  }
+}
+
+void lay_out_segments(Pieces& pieces, Job* job) {
+  lay_out_fixed_point(pieces, job);
+  job->segment_places = gguf::segment_places(job->gguf_type);
+  job->segment_sums = pieces.take<float>(job->m * job->chunks * 16);
+}
+
 int64_t tiles_of(const Job& job) { return job.tiles_m; }
 int64_t columns_of(const Job& job) { return divide_up(job.k, kPackK); }
 
@@ -102,6 +127,8 @@ const Packing kFixedPoint = {512,
                              avx2::widen_fp8,
                              avx2::add_outliers,
                              &kWideRowsAvx2};
+const Packing kFixedPointSegments = {
+    512, kPanelBytes, kMaxSection, lay_out_segments, rows_of, avx2::pack_fixed_point, nullptr, add_gguf_outliers};
 const Packing kBf16Tiles = {512,        kFloatBytes,          kMaxSectionBf16, lay_out_bf16_tiles,
                             columns_of, amx::pack_bf16_tiles, amx::widen_fp8,  nullptr};
 const Packing kBf16TilesOfInt8 = {512,        kFloatBytes,          kMaxSectionBf16, lay_out_bf16_tiles,
@@ -177,6 +204,11 @@ Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
   job.scale_dtype = p.scale_dtype, job.bias_dtype = p.bias_dtype;
   job.parameters = p.has_zeros ? 2 : 1;
   job.tiles_n = divide_up(p.n, kTileRows), job.tiles_k = divide_up(p.k, kTileColumns);
+  if (p.weight == Format::kGguf) {
+    const gguf::BlockSize block = gguf::block_size(p.gguf_type);
+    job.gguf_type = p.gguf_type, job.row_bytes = p.k / block.columns * block.bytes;
+    job.tiles_k = divide_up(p.k, kMaxSection) * (kMaxSection / kTileColumns);  // whole chunks
+  }
   const bool int4 = p.weight == Format::kInt4;
   job.group_size = is_packed(p.weight) ? p.group_size : p.k;
   job.groups = divide_up(p.k, job.group_size);

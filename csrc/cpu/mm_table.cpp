@@ -15,7 +15,7 @@ constexpr unsigned bit(Format format) { return 1u << static_cast<int>(format); }
 
 constexpr unsigned kFloatX = bit(Format::kFloat) | bit(Format::kFp8);  // fp8 x is widened first
 constexpr unsigned kInt8 = bit(Format::kInt8), kInt4 = bit(Format::kInt4), kW8 = kInt8 | bit(Format::kFp8);
-constexpr unsigned kFp4 = bit(Format::kFp4);
+constexpr unsigned kFp4 = bit(Format::kFp4), kGguf = bit(Format::kGguf);
 constexpr unsigned kAnyFormat = ~0u;
 
 constexpr int64_t kAnyNumber = std::numeric_limits<int64_t>::max();
@@ -75,6 +75,10 @@ constexpr Kernel kKernels[] = {
     {"avx512 gemm vfmadd231ps", kAvx512, kFloatX, kFp4, kAny, nullptr, &kFloat32PanelsAvx512, avx512::float32_gemm},
     {"avx2 gemv vpmaddubsw", kAvx2, kFloatX, kFp4, up_to(1), nullptr, &kFixedPoint, avx2::fixed_point_int4_gemv},
     {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kFp4, kAny, nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
+
+    // x in float, W of GGUF
+    {"avx512 gemv vpdpbusd", kAvx512, kFloatX, kGguf, kAny, nullptr, &kFixedPointSegments,
+     avx512::fixed_point_gguf_gemv},
 
     // x in float or fp8, W int8 or fp8
     {"amx gemm tdpbf16ps", kAmx, kFloatX, kW8, from(3), nullptr, &kBf16Tiles, amx::bf16_w8_gemm},

@@ -63,7 +63,7 @@ void store_words(const int16x8_t (&words)[4][2], int8_t* out, int* step_sums) {
   store_in_tile_order(low, out + kTileK);
 }
 
-void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4]) {
+void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4], const uint8_t*) {
   int16x8_t packed[kMaxWords][4][2];
   for (int i = 0; i < kTileK / 8; ++i) {
     float32x4_t rest[2];

@@ -91,7 +91,7 @@ void store_tile(const __m128i (&steps)[4], int8_t* out) {
 }
 
 // Stores high and low bytes to out[0..64) and out[64..128), and the sums of each step.
-void store_words(const __m256i (&words)[4], int8_t* out, int* step_sums) {
+void store_words(const __m256i (&words)[4], int8_t* out, int* step_sums, const uint8_t* places) {
   __m128i high[4], low[4];
   for (int step = 0; step < 4; ++step) {
     const __m256i upper = _mm256_srai_epi16(_mm256_add_epi16(words[step], _mm256_set1_epi16(128)), 8);
@@ -100,6 +100,12 @@ void store_words(const __m256i (&words)[4], int8_t* out, int* step_sums) {
     low[step] = _mm_packus_epi16(_mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1));
     step_sums[step] += horizontal_sum(_mm256_madd_epi16(words[step], _mm256_set1_epi16(1)));
   }
+  for (int step = 0; places != nullptr && step < 4; ++step) {
+    int8_t* at = out + places[step] / 4 * 2 * kTileK + places[step] % 4 * kStep;
+    _mm_store_si128(reinterpret_cast<__m128i*>(at), high[step]);
+    _mm_store_si128(reinterpret_cast<__m128i*>(at + kTileK), low[step]);
+  }
+  if (places != nullptr) return;
   store_tile(high, out);
   store_tile(low, out + kTileK);
 }
@@ -108,7 +114,8 @@ __m256i pack_words(__m256i first8, __m256i second8) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(first8, second8), 0xD8);
 }
 
-void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4]) {
+void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4],
+               const uint8_t* places) {
   __m256i packed[kMaxWords][4];
   for (int step = 0; step < 4; ++step) {
     __m256 rest[2];
@@ -125,7 +132,7 @@ void pack_tile(const float* values, float inverse, int words, int8_t* const* out
       packed[w][step] = pack_words(whole[0], whole[1]);
     }
   }
-  for (int w = 0; w < words; ++w) store_words(packed[w], out[w], step_sums[w]);
+  for (int w = 0; w < words; ++w) store_words(packed[w], out[w], step_sums[w], places);
 }
 
 }  // namespace
