@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ..checkpoints.base import Checkpoint, CheckpointError, QuantizedLayer
-from ..checkpoints.gguf.file import TensorInfo
 from ..checkpoints.gguf.read import GgufCheckpoint
 from ..nn.eligibility import is_linear
 from ..quantization.report import common_name, table
@@ -158,26 +157,19 @@ def packed_bytes(layer: QuantizedLayer) -> int:
 def _layer_facts(checkpoint: Checkpoint, layer: QuantizedLayer) -> LayerFacts:
     sizes, scheme = (layer.out_features, layer.in_features), layer.scheme
     held = packed_bytes(layer)
-    stored = _in_gguf(checkpoint, layer.keys[0])
+    stored = checkpoint.stored(layer.name) if isinstance(checkpoint, GgufCheckpoint) else None
     facts: dict[str, Any] = {"experts": layer.experts, "bytes_in_memory": held}
-    count = held if stored is None else stored.nbytes
+    count = held if stored is None else stored[1]
     return LayerFacts(layer.name, *sizes, scheme.to_dict(), str(scheme), count, layer.note, **facts)
-
-
-def _in_gguf(checkpoint: Checkpoint, name: str) -> TensorInfo | None:
-    """A tensor of a GGUF file by its name there or in the model; None for other formats."""
-    if not isinstance(checkpoint, GgufCheckpoint):
-        return None
-    return checkpoint._others.get(name) or checkpoint._file.tensors.get(name)
 
 
 def _tensor_facts(checkpoint: Checkpoint, name: str) -> TensorFacts:
     shape, dtype = checkpoint.shape_dtype(name)
     text, count = str(dtype).removeprefix("torch."), torch.Size(shape).numel() * dtype.itemsize
-    stored = _in_gguf(checkpoint, name)
-    if stored is None:
-        return TensorFacts(name, tuple(shape), text, count)
-    return TensorFacts(name, tuple(shape), _GGUF_FLOATS.get(stored.type, stored.type), stored.nbytes)
+    if isinstance(checkpoint, GgufCheckpoint):
+        kind, count = checkpoint.stored(name)
+        text = _GGUF_FLOATS.get(kind, kind)
+    return TensorFacts(name, tuple(shape), text, count)
 
 
 def _family(name: str) -> str:

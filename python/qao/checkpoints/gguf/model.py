@@ -1,49 +1,44 @@
-"""GGUF metadata in terms of transformers: tensor names, row order of q and k, config.json.
-
-The source is llama.cpp's conversion of these models (gguf-py/gguf/tensor_mapping.py, convert_hf_to_gguf.py). Mistral's
-models have the architecture "llama" there.
-"""
+"""The language model in a GGUF file in terms of transformers: tensor names, row order of q and k, config.json."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..base import CheckpointError
-from .file import GgufFile, GgufParts
+from .architectures import ARCHITECTURES, MIXTRAL, TOP, Architecture, Stem
+from .file import GgufFile, GgufParts, TensorInfo
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by architecture
 _REMEDY = "Open the model's own file; merge adapters (LoRA) into the float model first"
-_PERMUTED = ("llama",)  # architectures with rows of q and k that llama.cpp reorders
-
-_LINEAR = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NORMS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model
+_LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # Phi-3
+_BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62}  # which scale attention by hidden_size / heads, not by the head's size
+
+
+class Part(NamedTuple):
+    """A tensor of transformers: all of a tensor in the file, or one of the experts that it stacks."""
+
+    module: str
+    kind: str  # "weight" or "bias"
+    stored: str  # name in the file
+    expert: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.kind}"
 
 
 class Model:
     """A language model in a GGUF file, under its names in transformers.
 
     Attributes:
+        architecture: the row of the table.
         config: the content of config.json.
-        modules: names (module, "weight" or "bias") in transformers by tensor name in the file.
+        parts: the tensors.
 
     Raises:
         CheckpointError: an unknown architecture, tensor or type of rotary embedding.
@@ -52,23 +47,38 @@ class Model:
     def __init__(self, file: GgufFile | GgufParts) -> None:
         self._file = file
         arch, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+        if kind == "mmproj" or arch == "clip":
+            raise CheckpointError(
+                f"{file.path}: the vision or audio encoder of a multimodal model (mmproj), which is not supported. "
+                "Open the file of its language model, which reads text"
+            )
         if kind not in (None, "model"):
             raise CheckpointError(f"{file.path}: a file of type {kind!r}, which is not a whole model. {_REMEDY}")
-        if arch not in CLASSES:
-            raise CheckpointError(f"{file.path}: architecture {arch!r} is not supported, only {', '.join(CLASSES)}")
+        if arch not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise CheckpointError(f"{file.path}: architecture {arch!r} is not supported, only {known}")
         if isinstance(file, GgufFile) and file.metadata.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
                 f"{file.path}: one part of several, under a name that does not end in -00001-of-0000N.gguf. Restore "
                 "the names of the parts, or join them with llama-gguf-split --merge"
             )
         self._arch = str(arch)
-        self.modules = {name: self._module_of(name) for name in file.tensors if name != _ROPE_FACTORS}
+        experts = arch == "llama" and file.metadata.get("llama.expert_count", 0) != 0
+        self.architecture: Architecture = MIXTRAL if experts else ARCHITECTURES[self._arch]
+        self._stems = {name: self._stem(name) for name in file.tensors if name not in self._factors()}
         self.config = self._config()
         self._check_shapes()
+        self.parts = [part for name in self._stems for part in self._parts(name)]
 
-    def is_linear(self, name: str) -> bool:
-        """Whether a tensor of the file is the weight of a linear layer. A tied head is not."""
-        return name.endswith(".weight") and name.split(".")[-2] in (*_LINEAR, "output")
+    def is_linear(self, part: Part) -> bool:
+        """Whether a part is the weight of an nn.Linear. A tied head, a router and an expert are not."""
+        rows = self._stems[part.stored][1].shape.split(" ")
+        return (
+            part.kind == "weight"
+            and len(rows) == 2
+            and rows[0] not in ("e", "1")
+            and part.stored != "token_embd.weight"
+        )
 
     def row_order(self, name: str) -> Tensor | None:
         """int64 [N]: index in the file of each row of the transformers tensor; None: same order.
@@ -76,25 +86,49 @@ class Model:
         llama.cpp interleaves the halves of a head's rotary pairs: rows 0, D/2, 1, D/2 + 1, …
         """
         stem = name.split(".")[-2]
-        if self._arch not in _PERMUTED or stem not in ("attn_q", "attn_k"):
+        if not self.architecture.permuted or stem not in ("attn_q", "attn_k"):
             return None
         heads = self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
         rows = torch.arange(heads * self.config["head_dim"])
         return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
-    def _module_of(self, name: str) -> tuple[str, str]:
+    def norm_offset(self, name: str) -> float:
+        """What llama.cpp adds to the tensor of transformers."""
+        return self.architecture.norm_offset if name.endswith("norm.weight") else 0.0
+
+    # ---- names
+
+    def _factors(self) -> tuple[str, ...]:
+        return _ROPE_FACTORS, *_LONG_FACTORS.values()
+
+    def _stem(self, name: str) -> tuple[str, Stem]:
+        """The module with its block, and the row of the table."""
         parts = name.split(".")
-        if len(parts) == 2 and parts[0] in _TOP and parts[1] == "weight":
-            return _TOP[parts[0]], "weight"
-        if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[3] in ("weight", "bias"):
-            block, stem, kind = int(parts[1]), parts[2], parts[3]
-            within = _LINEAR.get(stem) or (_NORMS.get(stem) if kind == "weight" else None)
-            if within is not None and block < self._number("block_count"):
-                return f"model.layers.{block}.{within}", kind
+        if len(parts) == 2 and parts[0] in TOP and self._has(TOP[parts[0]], parts[1]):
+            return TOP[parts[0]].module, TOP[parts[0]]
+        if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal():
+            block, stem = int(parts[1]), self.architecture.stems.get(parts[2])
+            if stem is not None and self._has(stem, parts[3]) and block < self._number("block_count"):
+                return f"model.layers.{block}.{stem.module}", stem
         raise CheckpointError(
             f"{self._file.path}: tensor {name} is unknown in a model of architecture {self._arch!r} "
-            f"with {self._number('block_count')} blocks (mixtures of experts are not supported)"
+            f"with {self._number('block_count')} blocks"
         )
+
+    def _has(self, stem: Stem, kind: str) -> bool:
+        """Whether transformers may have this tensor: norms have biases in Starcoder 2 only."""
+        without = stem.shape.startswith("e") or stem is TOP["token_embd"]
+        without = without or ("norm" in stem.module and not self.architecture.fixed.get("use_bias", False))
+        return kind == "weight" or (kind == "bias" and not without)
+
+    def _parts(self, name: str) -> Iterator[Part]:
+        module, stem = self._stems[name]
+        kind = name.rpartition(".")[2]
+        if "{}" not in module:
+            yield Part(module, kind, name)
+            return
+        for expert in range(self.sizes["e"]):
+            yield Part(module.format(expert), kind, name, expert)
 
     # ---- config.json
 
@@ -107,99 +141,137 @@ class Model:
             )
         return value
 
+    def _has_key(self, key: str) -> bool:
+        return f"{self._arch}.{key}" in self._file.metadata
+
     def _config(self) -> dict[str, Any]:
+        about, tensors = self.architecture, self._file.tensors
         hidden: int = self._number("embedding_length")
         heads: int = self._number("attention.head_count")
         head_dim: int = self._number("attention.key_length", hidden // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            value = self._number(key, head_dim)
-            if value != head_dim or head_dim % 2:
+        rotated: int = self._number("rope.dimension_count", head_dim)
+        for key, value, allowed in (
+            ("attention.value_length", self._number("attention.value_length", head_dim), head_dim),
+            ("rope.dimension_count", rotated, min(rotated, head_dim) if about.partial_rotary else head_dim),
+        ):
+            if value != allowed or head_dim % 2 or value % 2:
                 raise CheckpointError(f"{self._file.path}: {self._arch}.{key} is {value}, but heads have {head_dim}")
-        tensors, tokenizer = self._file.tensors, "tokenizer.ggml."
         embedding = tensors.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError(f"{self._file.path}: it has no token_embd.weight. Is it a language model?")
+        norm = "attention.layer_norm_rms_epsilon" if about.epsilon == "rms_norm_eps" else "attention.layer_norm_epsilon"
+        experts = self._number("expert_feed_forward_length") if self._has_key("expert_feed_forward_length") else None
         config: dict[str, Any] = {
-            "architectures": [CLASSES[self._arch]],
-            "model_type": self._arch,
+            "architectures": [about.cls],
+            "model_type": about.model_type,
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden,
-            "intermediate_size": self._number("feed_forward_length"),
+            "intermediate_size": self._number("feed_forward_length", experts),
             "num_hidden_layers": self._number("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "max_position_embeddings": self._number("context_length"),
-            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", kind=float),
+            about.epsilon: self._number(norm, kind=float),
             "rope_theta": self._number("rope.freq_base", 10000.0, float),
             "tie_word_embeddings": "output.weight" not in tensors,
+            **about.fixed,
+            **{name: f"blk.0.{tensor}" in tensors for name, tensor in about.present.items()},
         }
-        if self._arch != "qwen2":  # qwen2 always has q, k and v biases
-            config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-        if self._arch == "llama":
-            config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+        for entry in about.entries:
+            if not entry.optional or self._has_key(entry.key):
+                config[entry.name] = self._number(entry.key, entry.default, entry.kind)
+        if self._arch in _BLOCKS_OF_27B:
+            large = config["num_hidden_layers"] == _BLOCKS_OF_27B[self._arch]
+            config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
+        if about.partial_rotary:
+            config["partial_rotary_factor"] = rotated / head_dim
         for name in ("bos", "eos", "padding"):
-            value = self._file.metadata.get(f"{tokenizer}{name}_token_id")
-            if isinstance(value, int) and 0 <= value < embedding.shape[0]:
-                config[f"{name.replace('padding', 'pad')}_token_id"] = value
-        scaling = self._rope_scaling(head_dim, config["rope_theta"])
+            value = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            fits = isinstance(value, int) and 0 <= value < embedding.shape[0]  # defaults of transformers may not
+            config[f"{name.replace('padding', 'pad')}_token_id"] = value if fits else None
+        scaling = self._rope_scaling(rotated, config)
         return config if scaling is None else config | {"rope_scaling": scaling}
 
-    def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
+    def _rope_scaling(self, rotated: int, config: dict[str, Any]) -> dict[str, Any] | None:
         kind = self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
+        if all(name in self._file.tensors for name in _LONG_FACTORS.values()):
+            factors = {key: self._divisors(name, rotated).tolist() for key, name in _LONG_FACTORS.items()}
+            return {"rope_type": "longrope", **factors}
         if kind == "linear":
             return {"rope_type": "linear", "factor": self._number("rope.scaling.factor", kind=float)}
+        if kind == "yarn":
+            original = self._number("rope.scaling.original_context_length")
+            factor = self._number("rope.scaling.factor", kind=float)
+            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         if kind != "none":
             raise CheckpointError(f"{self._file.path}: rotary embeddings scaled by {kind!r} are not supported")
-        info = self._file.tensors.get(_ROPE_FACTORS)
-        if info is None:
+        if _ROPE_FACTORS not in self._file.tensors:
             return None
-        if info.type != "F32" or info.shape != (head_dim // 2,):
-            raise CheckpointError(f"{self._file.path}: {_ROPE_FACTORS} must be F32[{head_dim // 2}], not {info}")
-        stored = self._file.bytes_of(info).view(torch.float32)
+        stored = self._divisors(_ROPE_FACTORS, rotated)
         scaling = {"factor": stored.max().item(), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaling["original_max_position_embeddings"] = 8192
         # The file stores the factors but not their parameters. Every Llama from 3.1 on has these three constants.
-        if not torch.allclose(stored, _llama3_factors(head_dim, theta, **scaling), rtol=1e-4):
+        if not torch.allclose(stored, llama3_factors(rotated, config["rope_theta"], **scaling), rtol=1e-4):
             raise CheckpointError(f"{self._file.path}: {_ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
         return {"rope_type": "llama3", **scaling}
 
-    def _check_shapes(self) -> None:
+    def _divisors(self, name: str, rotated: int) -> Tensor:
+        """float32 [rotated / 2]: divisors of frequencies in the file."""
+        info: TensorInfo = self._file.tensors[name]
+        if info.type != "F32" or info.shape != (rotated // 2,):
+            raise CheckpointError(f"{self._file.path}: {name} must be F32[{rotated // 2}], not {info}")
+        return self._file.bytes_of(info).view(torch.float32)
+
+    # ---- shapes
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers for the symbols in the shapes of the table."""
         c = self.config
-        hidden, ffn, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
-        q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-        shapes = {
-            **dict.fromkeys(("token_embd", "output"), (c["vocab_size"], hidden)),
-            **dict.fromkeys(("ffn_gate", "ffn_up"), (ffn, hidden)),
-            **dict.fromkeys(("attn_k", "attn_v"), (kv, hidden)),
-            **{"attn_q": (q, hidden), "attn_output": (hidden, q), "ffn_down": (hidden, ffn)},
-            **{stem: (head, 0) if stem in ("attn_q_norm", "attn_k_norm") else (hidden, 0) for stem in _NORMS},
-            "output_norm": (hidden, 0),
+        q, k = (c[f"num_{heads}_heads"] * c["head_dim"] for heads in ("attention", "key_value"))
+        f = c["intermediate_size"]
+        return {
+            **{"h": c["hidden_size"], "v": c["vocab_size"], "f": f, "2f": 2 * f, "1": 1},
+            **{"q": q, "k": k, "q+2k": q + 2 * k, "d": c["head_dim"]},
+            **{"n": c["num_attention_heads"], "m": c["num_key_value_heads"]},
+            **{"e": c.get("num_experts", c.get("num_local_experts", 0)), "x": c.get("moe_intermediate_size", f)},
+            "s": c.get("shared_expert_intermediate_size", 0),
         }
-        for name, (module, kind) in self.modules.items():
-            stem, found = name.split(".")[-2], self._file.tensors[name].shape
-            is_matrix = kind == "weight" and 0 not in shapes[stem]
-            expected = shapes[stem] if is_matrix else shapes[stem][:1]
-            if found != expected:
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """The shape of a tensor in transformers."""
+        symbols = self._stems[part.stored][1].shape.split(" ")
+        symbols = symbols[:1] if part.kind == "bias" else symbols if part.expert is None else symbols[1:]
+        return tuple(self.sizes[one] for one in symbols)
+
+    def _check_shapes(self) -> None:
+        sizes = self.sizes
+        for name, (module, stem) in self._stems.items():
+            symbols = stem.shape.split(" ")
+            expected = [sizes[one] for one in (symbols if name.endswith("weight") else symbols[:1])]
+            found = list(self._file.tensors[name].shape)
+            if found != expected and found != [one for one in expected if one != 1]:  # llama.cpp drops dimensions of 1
                 raise CheckpointError(
-                    f"{self._file.path}: tensor {name} ({module}) has shape {list(found)}; the metadata requires "
-                    f"{list(expected)}"
+                    f"{self._file.path}: tensor {name} ({module}) has shape {found}; the metadata requires {expected}"
                 )
-        blocks = {name.split(".")[1] for name in self.modules if name.startswith("blk.")}
-        if len(blocks) != c["num_hidden_layers"]:
-            raise CheckpointError(f"{self._file.path}: {len(blocks)} of {c['num_hidden_layers']} blocks have tensors")
+        blocks = {name.split(".")[1] for name in self._stems if name.startswith("blk.")}
+        if len(blocks) != self.config["num_hidden_layers"]:
+            raise CheckpointError(
+                f"{self._file.path}: {len(blocks)} of {self.config['num_hidden_layers']} blocks have tensors"
+            )
 
 
-def _llama3_factors(
-    head_dim: int,
+def llama3_factors(
+    rotated: int,
     theta: float,
     factor: float,
     low_freq_factor: float,
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> Tensor:
-    """float32 [head_dim / 2]: divisor of each wavelength; see transformers' rope_type "llama3"."""
-    wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    """float32 [rotated / 2]: divisor of each wavelength; see transformers' rope_type "llama3"."""
+    wavelengths = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     turns = original_max_position_embeddings / wavelengths
     smooth = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return (1 / (smooth + (1 - smooth) / factor)).float()

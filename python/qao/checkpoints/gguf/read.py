@@ -24,7 +24,7 @@ from ...quant_primitives.integer import quantize_int8
 from ...schemes import Int4WeightOnly, Int8WeightOnly, Scheme
 from ..base import Checkpoint, CheckpointError, Plain, QuantizedLayer
 from .file import TYPES, TensorInfo, open_gguf
-from .model import Model
+from .model import Model, Part
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK = 32
@@ -33,7 +33,7 @@ _LARGEST_ZERO = 32768.0
 
 
 class GgufCheckpoint(Checkpoint):
-    """A language model in a GGUF file or its parts. Architectures: llama (also Mistral's models), qwen2, qwen3.
+    """A language model in a GGUF file or its parts. Architectures: the table in architectures.py.
 
     Linear layers in Q4_0 and Q4_1 become int4 with the values of the file. All other types that the package ``gguf``
     can dequantize (Q6_K, Q4_K, IQ4_XS …) are read exactly as float32 and listed in ``notes``.
@@ -64,24 +64,27 @@ class GgufCheckpoint(Checkpoint):
         self.dequantized: Counter[str] = Counter()
         self.rounded = 0
         linears = []
-        self._others: dict[str, TensorInfo] = {}
+        self._others: dict[str, Part] = {}
         known = {kind for kind, _, _ in TYPES.values()}
-        for name, (module, kind) in self._model.modules.items():
-            info = self._file.tensors[name]
-            linear = self._model.is_linear(name)
+        for part in self._model.parts:
+            module, info = part.module, self._file.tensors[part.stored]
+            linear = self._model.is_linear(part)
             made = _LINEAR.get(info.type) if linear else None
             if made is not None and not (dequantize and info.type == "Q8_0"):
                 scheme, decode, note = made
                 n, k = info.shape
-                read = partial(self._read_linear, info, decode)
-                self.layers[module] = QuantizedLayer(module, scheme, n, k, (name,), read, note)
+                read = partial(self._read_linear, part, decode)
+                self.layers[module] = QuantizedLayer(module, scheme, n, k, (info.name,), read, note)
                 self.rounded += note is not None
                 continue
-            self._others[f"{module}.{kind}"] = info
+            self._others[part.name] = part
+            linear = linear or part.expert is not None
             linears += [module] if linear else []
+            if part.expert:  # the rest is counted with the first expert
+                continue
             if info.type not in known:
                 _check_known(info, self._where(info))
-            if info.type not in known or made is not None:
+            if info.type not in known or made is not None or (part.expert == 0 and info.type not in _FLOATS):
                 self.dequantized[info.type] += 1
                 self.float_linears[info.type] += linear
         self.linears = tuple(linears)
@@ -92,17 +95,19 @@ class GgufCheckpoint(Checkpoint):
             self.notes = (f"dequantized to float32, to be quantized again: {listed}",)
 
     def tensor(self, name: str) -> Tensor:
-        info = self._others[name]
-        values = self._blocks(info)
+        part = self._others[name]
+        info, shape = self._file.tensors[part.stored], self._model.shape(part)
+        values, offset = self._blocks(part), self._model.norm_offset(part.stored)
         if info.type in _FLOATS:
-            return values.view(_FLOATS[info.type]).view(info.shape).clone()
+            plain = values.view(_FLOATS[info.type]).view(shape)
+            return plain - offset if offset else plain.clone()
         if info.type in _DECODERS:
-            return _dequantize(_DECODERS[info.type](values, self._where(info)))
+            return _dequantize(_DECODERS[info.type](values, self._where(info))).view(shape)
         import numpy as np
         from gguf import GGMLQuantizationType, dequantize
 
         with np.errstate(all="ignore"):
-            plain = torch.from_numpy(dequantize(values.numpy(), GGMLQuantizationType[info.type])).view(info.shape)
+            plain = torch.from_numpy(dequantize(values.numpy(), GGMLQuantizationType[info.type])).view(shape)
         if not plain.isfinite().all():
             raise CheckpointError(
                 f"{self._where(info)} has a block with a scale that is NaN or infinite. Download the file again"
@@ -110,15 +115,25 @@ class GgufCheckpoint(Checkpoint):
         return plain
 
     def shape_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        info = self._others[name]
-        return info.shape, _FLOATS.get(info.type, torch.float32)
+        part = self._others[name]
+        return self._model.shape(part), _FLOATS.get(self._file.tensors[part.stored].type, torch.float32)
 
-    def _read_linear(self, info: TensorInfo, decode: Callable[[Tensor, str], Plain]) -> Plain:
-        return decode(self._blocks(info), self._where(info))
+    def stored(self, name: str) -> tuple[str, int]:
+        """Type and bytes in the file of a layer's weight, or of one of ``others``."""
+        part = self._others.get(name)
+        info = self._file.tensors[self.layers[name].keys[0] if part is None else part.stored]
+        return info.type, info.nbytes if part is None or part.expert is None else info.nbytes // info.shape[0]
 
-    def _blocks(self, info: TensorInfo) -> Tensor:
+    def _read_linear(self, part: Part, decode: Callable[[Tensor, str], Plain]) -> Plain:
+        return decode(self._blocks(part), self._where(self._file.tensors[part.stored]))
+
+    def _blocks(self, part: Part) -> Tensor:
         """uint8 [N, bytes per row], rows in the order of transformers."""
-        rows = self._file.bytes_of(info).view(info.shape[0], -1)
+        info = self._file.tensors[part.stored]
+        stored = self._file.bytes_of(info)
+        if part.expert is not None:
+            stored = stored.view(info.shape[0], -1)[part.expert]
+        rows = stored.view(self._model.shape(part)[0], -1)
         order = self._model.row_order(info.name)
         return rows if order is None else rows[order]
 

@@ -53,7 +53,8 @@ def from_pretrained(
         dtype: dtype of unquantized tensors; None or "auto": that of the checkpoint.
         embeddings: with ``scheme``, quantize tied embeddings too.
         auto_class: the class of the model, or an Auto class; None: the class in config.json.
-        dequantize: read Q8_0 layers of a GGUF file exactly as float instead of rounding them to int8.
+        dequantize: for a GGUF file: read Q8_0 layers exactly as float instead of rounding them to int8, and take a file
+            without quantized layers.
         options: every other argument of transformers' ``from_pretrained``, with the same meaning: for the hub
             (``revision``, ``subfolder``, ``cache_dir``, ``token`` …), files (``variant``, ``gguf_file`` …), the
             configuration (``use_cache=False``, ``num_labels=3`` …), and the rest. ``quantization_config`` takes a
@@ -311,7 +312,7 @@ def _planned(checkpoint: Any, local: Path, quantization: QaoConfig | None, dequa
     if checkpoint.format == "float":
         return _needed(quantization, local)
     if scheme is None and checkpoint.format == "gguf" and (checkpoint.float_linears or not checkpoint.layers):
-        if not checkpoint.layers and not checkpoint.dequantized:
+        if not checkpoint.layers and not checkpoint.dequantized and not dequantize:
             return _needed(quantization, local)
         if not dequantize:
             _warn_of_floats(checkpoint, local)
