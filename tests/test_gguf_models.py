@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import qao
 import torch
+from qao.cli import main
 from qao.nn import QuantExperts
 from torch import Tensor, nn
 
@@ -34,7 +35,8 @@ SIZES = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-MOE = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
+MOE = {**ROUTED, "moe_intermediate_size": 32}
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 LONG = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
@@ -56,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"attention_bias": True, "partial_rotary_factor": 0.5}),
     "granite": ("granite", GRANITE),
     "olmo2": ("olmo2", {}),
-    "olmoe": ("olmoe", {**MOE, "norm_topk_prob": False, "intermediate_size": 32}),
+    "olmoe": ("olmoe", {**ROUTED, "norm_topk_prob": False, "intermediate_size": 32}),
     "cohere": ("command-r", {"tie_word_embeddings": True, "logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": ("cohere2", {"tie_word_embeddings": True, "logit_scale": 0.5, "sliding_window": 8}),
     "smollm3": ("smollm3", {"use_sliding_window": False}),
@@ -136,7 +138,7 @@ def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32") ->
     writer = gguf.GGUFWriter(path, architecture)
     for name, key in KEYS.items():
         value = getattr(config, name, None)
-        if value is not None and not (name == "sliding_window" and architecture in ("llama", "smollm3")):
+        if value is not None and not (name == "sliding_window" and architecture in ("llama", "qwen2moe", "smollm3")):
             add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
             add(f"{architecture}.{key}", value)
     for key in ("key_length", "value_length"):
@@ -176,6 +178,16 @@ def test_architectures(name: str, tmp_path: Path) -> None:
         expected, logits = model(ids).logits, ours(ids).logits
     assert expected.std() > 0.01
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+    model.save_pretrained(tmp_path / "model")
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "ours.gguf"), "--quiet"]) == 0
+    theirs, written = (gguf.GGUFReader(tmp_path / file) for file in ("model.gguf", "ours.gguf"))
+    expected, tensors = ({one.name: one.data for one in reader.tensors} for reader in (theirs, written))
+    assert expected.keys() == tensors.keys()
+    assert all(np.array_equal(expected[name], tensors[name]) for name in expected)
+    for key, field in theirs.fields.items():
+        if key.startswith(f"{architecture}."):
+            assert written.fields[key].contents() == pytest.approx(field.contents()), key
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -84,8 +84,8 @@ def add(commands: Any) -> None:
     add_output_options(parser)
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--to", choices=FORMATS, help="layout of the result (default: compressed-tensors if possible)")
+def add_output_options(parser: argparse.ArgumentParser, formats: tuple[str, ...] = FORMATS) -> None:
+    parser.add_argument("--to", choices=formats, help="layout of the result (default: compressed-tensors if possible)")
     parser.add_argument(
         "--for",
         dest="reader",

@@ -45,8 +45,8 @@ def layout_for(args: argparse.Namespace) -> None:
     """Set ``args.to`` from --for."""
     if args.reader in (None, "qao"):
         return
-    if args.to == "qao":
-        args.parser.error(f"--to qao: {args.reader} cannot load this layout without qao")
+    if args.to in ("qao", "gguf"):
+        args.parser.error(f"--to {args.to}: {args.reader} cannot load this layout without qao")
     args.to = "compressed-tensors"
 
 

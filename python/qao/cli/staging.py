@@ -41,13 +41,35 @@ def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
-        full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if isinstance(error, OSError) and error.errno in full:
-            raise Failure(f"{out}: {error.strerror}; partial output was removed") from error
-        for code in full:  # safetensors raises an exception without an errno
-            if isinstance(error, Exception) and f"(os error {code})" in str(error):
-                raise Failure(f"{out}: {os.strerror(code)}; partial output was removed") from error
+        _name_a_full_disk(out, error)
         raise
+
+
+@contextlib.contextmanager
+def staged_file(out: Path, source: Path, force: bool) -> Iterator[Path]:
+    """As ``staged``, for a single file in an existing directory."""
+    out = Path(os.path.abspath(out))
+    check_out(out, source, force)
+    if not out.parent.is_dir():
+        raise Failure(f"{out.parent}: no such directory")
+    staging = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    try:
+        yield staging
+        staging.replace(out)
+    except BaseException as error:
+        staging.unlink(missing_ok=True)
+        _name_a_full_disk(out, error)
+        raise
+
+
+def _name_a_full_disk(out: Path, error: BaseException) -> None:
+    """Raise Failure if that is the error."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, OSError) and error.errno in full:
+        raise Failure(f"{out}: {error.strerror}; partial output was removed") from error
+    for code in full:  # safetensors raises an exception without an errno
+        if isinstance(error, Exception) and f"(os error {code})" in str(error):
+            raise Failure(f"{out}: {os.strerror(code)}; partial output was removed") from error
 
 
 def check_out(out: Path, source: Path, force: bool) -> None:
@@ -56,6 +78,10 @@ def check_out(out: Path, source: Path, force: bool) -> None:
         return
     if not force:
         raise Failure(f"{out} exists; choose another name, or replace it with --force")
+    if out.suffix == ".gguf" and out.is_file() and not out.is_symlink():
+        if source.exists() and out.samefile(source):
+            raise Failure(f"{out} is the input; choose another name")
+        return
     if not out.is_dir() or out.is_symlink():
         raise Failure(f"{out} is not a directory; --force only replaces directories that hold a model")
     if source.resolve().is_relative_to(out.resolve()):

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..base import CheckpointError
 from .architectures import ARCHITECTURES, MIXTRAL, TOP, Architecture, Stem
-from .file import GgufFile, GgufParts, TensorInfo
+from .file import GgufFile, TensorInfo
 
 _REMEDY = "Open the model's own file; merge adapters (LoRA) into the float model first"
-_ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model
-_LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # Phi-3
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model
+LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # Phi-3
 _BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62}  # which scale attention by hidden_size / heads, not by the head's size
+
+
+class Container(Protocol):
+    """What a model needs of a file. ``write.Planned`` is one that does not exist yet."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def bytes_of(self, tensor: TensorInfo) -> Tensor: ...
 
 
 class Part(NamedTuple):
@@ -44,7 +55,7 @@ class Model:
         CheckpointError: an unknown architecture, tensor or type of rotary embedding.
     """
 
-    def __init__(self, file: GgufFile | GgufParts) -> None:
+    def __init__(self, file: Container) -> None:
         self._file = file
         arch, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
         if kind == "mmproj" or arch == "clip":
@@ -99,7 +110,7 @@ class Model:
     # ---- names
 
     def _factors(self) -> tuple[str, ...]:
-        return _ROPE_FACTORS, *_LONG_FACTORS.values()
+        return ROPE_FACTORS, *LONG_FACTORS.values()
 
     def _stem(self, name: str) -> tuple[str, Stem]:
         """The module with its block, and the row of the table."""
@@ -195,8 +206,8 @@ class Model:
 
     def _rope_scaling(self, rotated: int, config: dict[str, Any]) -> dict[str, Any] | None:
         kind = self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
-        if all(name in self._file.tensors for name in _LONG_FACTORS.values()):
-            factors = {key: self._divisors(name, rotated).tolist() for key, name in _LONG_FACTORS.items()}
+        if all(name in self._file.tensors for name in LONG_FACTORS.values()):
+            factors = {key: self._divisors(name, rotated).tolist() for key, name in LONG_FACTORS.items()}
             return {"rope_type": "longrope", **factors}
         if kind == "linear":
             return {"rope_type": "linear", "factor": self._number("rope.scaling.factor", kind=float)}
@@ -206,14 +217,14 @@ class Model:
             return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         if kind != "none":
             raise CheckpointError(f"{self._file.path}: rotary embeddings scaled by {kind!r} are not supported")
-        if _ROPE_FACTORS not in self._file.tensors:
+        if ROPE_FACTORS not in self._file.tensors:
             return None
-        stored = self._divisors(_ROPE_FACTORS, rotated)
+        stored = self._divisors(ROPE_FACTORS, rotated)
         scaling = {"factor": stored.max().item(), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaling["original_max_position_embeddings"] = 8192
         # The file stores the factors but not their parameters. Every Llama from 3.1 on has these three constants.
         if not torch.allclose(stored, llama3_factors(rotated, config["rope_theta"], **scaling), rtol=1e-4):
-            raise CheckpointError(f"{self._file.path}: {_ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
+            raise CheckpointError(f"{self._file.path}: {ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
         return {"rope_type": "llama3", **scaling}
 
     def _divisors(self, name: str, rotated: int) -> Tensor:

@@ -1,0 +1,114 @@
+"""The tokenizer of a Hugging Face directory as metadata of GGUF: vocabulary, merges, special tokens, chat template.
+
+llama.cpp has two kinds of BPE: "gpt2" on bytes spelled as characters, with merges and a named split of the text into
+words, and "llama" (sentencepiece), which joins the pair with the highest score.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..base import CheckpointError
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
+_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+
+
+def tokenizer_metadata(model: Path, vocab_size: int) -> dict[str, Any]:
+    """Entries "tokenizer.…" for a model in a directory or a GGUF file; {} if there is no tokenizer.
+
+    Raises:
+        CheckpointError: llama.cpp has no such tokenizer.
+    """
+    if model.suffix == ".gguf":
+        from gguf import GGUFReader
+
+        fields = GGUFReader(model).fields.items()
+        return {name: field.contents() for name, field in fields if name.startswith("tokenizer.")}
+    directory = model if model.is_dir() else model.parent
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return {}
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"{directory}: {type(tokenizer).__name__} has no tokenizer.json, which GGUF is made from")
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    made = _vocabulary(content, tokenizer, vocab_size, str(directory))
+    for name, own in _SPECIAL.items():
+        token = getattr(tokenizer, f"{own}_token_id")
+        if token is not None:
+            made[f"{name}_token_id"] = int(token)
+    ids = tokenizer("a")["input_ids"]
+    made["add_bos_token"] = tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
+    made["add_eos_token"] = tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    entries = {f"tokenizer.ggml.{name}": value for name, value in made.items()}
+    return entries | ({"tokenizer.chat_template": template} if template else {})
+
+
+def _vocabulary(content: dict[str, Any], tokenizer: Any, size: int, where: str) -> dict[str, Any]:
+    model = content["model"]
+    if model["type"] != "BPE":
+        raise CheckpointError(f"{where}: a tokenizer of type {model['type']}; only BPE is written to GGUF")
+    added = {one["id"]: one for one in content["added_tokens"]}
+    named = {index: token for token, index in tokenizer.get_vocab().items()}
+    if max(named) >= size:
+        raise CheckpointError(f"{where}: the tokenizer has a token {max(named)}, the model only {size} rows")
+    sentencepiece = bool(model.get("byte_fallback"))
+    tokens, types = [], []
+    for index in range(size):
+        token = named.get(index)
+        tokens.append(f"[PAD{index}]" if token is None else token)
+        types.append(
+            _UNUSED
+            if token is None
+            else _UNKNOWN
+            if sentencepiece and token == tokenizer.unk_token
+            else _CONTROL
+            if index in added and added[index]["special"]
+            else _USER_DEFINED
+            if index in added
+            else _BYTE
+            if sentencepiece and token.startswith("<0x") and len(token) == 6
+            else _NORMAL
+        )
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    made: dict[str, Any] = {"tokens": tokens, "token_type": types}
+    if not sentencepiece:
+        return {"model": "gpt2", "pre": _split(content["pre_tokenizer"], where), **made, "merges": merges}
+    ranks: dict[str, float] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", ""), -float(rank))
+    scores = [ranks.get(token, -float(len(merges))) for token in tokens]
+    text = json.dumps([content["normalizer"], content["pre_tokenizer"]])
+    prefix = '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
+    return {"model": "llama", "pre": "default", **made, "scores": scores, "add_space_prefix": prefix}
+
+
+def _split(pre_tokenizer: dict[str, Any] | None, where: str) -> str:
+    """llama.cpp's name of the split of a text into words, by its regular expression in transformers."""
+    steps = pre_tokenizer or {}
+    steps = steps.get("pretokenizers", [steps])
+    patterns = [one["pattern"].get("Regex", "") for one in steps if one.get("type") == "Split"]
+    digits = [one for one in steps if one.get("type") == "Digits" and one.get("individual_digits")]
+    bytewise = [one for one in steps if one.get("type") == "ByteLevel" and one.get("use_regex", True)]
+    if bytewise and not patterns and len(steps) == len(bytewise) + len(digits):
+        return "smollm" if digits else "gpt-2"
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError as error:
+        raise CheckpointError(f"{where}: tokenizers with regular expressions need transformers >= 5.24") from error
+    known: dict[str, str] = {}
+    for name, pattern in GGUF_PRE_TOKENIZER_SPLITS.items():
+        known.setdefault(pattern, "llama-bpe" if name == "llama3" else name)
+    if len(patterns) == 1 and patterns[0] in known and not digits:
+        return known[patterns[0]]
+    raise CheckpointError(
+        f"{where}: llama.cpp's name of this tokenizer's split into words is unknown ({patterns or steps}). Convert the "
+        "float model with llama.cpp's convert_hf_to_gguf.py"
+    )

@@ -1,0 +1,281 @@
+"""Writer of a language model as a GGUF file, which llama.cpp and qao read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import Checkpoint, CheckpointError
+from .architectures import ARCHITECTURES, MIXTRAL, TOP, Architecture
+from .encode import encoded, type_of
+from .file import TYPES, TensorInfo
+from .model import LONG_FACTORS, ROPE_FACTORS, Model, llama3_factors
+
+_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # llama.cpp's enum llama_ftype
+_SAME = {"mistral": "llama", "gemma3": "gemma3_text"}  # model types that llama.cpp treats alike
+# Entries of config.json that do not change what a model computes.
+_WITHOUT_EFFECT = re.compile(
+    r".*(_token_id|dropout|initializer|use_cache|dtype|version|aux_loss|jitter|max_window_layers|pdrop).*|_.*|model_type|"
+    r"architectures|output_.*|return_dict|pretraining_tp|chunk_size.*|id2label|label2id|problem_type|is_.*|sliding_window_pattern|"
+    r"quantization_config|transformers_.*|rope_theta|rope_scaling|vocab_size|head_dim|name_or_path|layer_group.*"
+)
+
+
+@dataclasses.dataclass
+class Planned:
+    """A file before it is written, with the interface of an open one.
+
+    Attributes:
+        sources: names in the checkpoint of a tensor of the file: one, or one per expert.
+        floats: tensors that the file has and transformers computes.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    sources: dict[str, list[str]]
+    floats: dict[str, Tensor]
+
+    def bytes_of(self, tensor: TensorInfo) -> Tensor:
+        return self.floats[tensor.name].view(torch.uint8)
+
+
+@dataclasses.dataclass
+class Written:
+    """What was written: bytes of tensors, types of their number, and the largest change of a code in steps."""
+
+    bytes: int
+    types: Counter[str]
+    worst: float
+
+
+def plan(source: Checkpoint, path: Path, name: str) -> Planned:
+    """Names, types and metadata of the file, without a tokenizer. Nothing is written.
+
+    Raises:
+        CheckpointError: llama.cpp has no such architecture or tensor, or would compute something else.
+    """
+    config = _full_config(source)
+    kind = _SAME.get(config.model_type, config.model_type)
+    rows = {about.model_type: (arch, about) for arch, about in (*ARCHITECTURES.items(), ("llama", MIXTRAL))}
+    if kind not in rows:
+        raise CheckpointError(f"GGUF: no architecture for model_type {kind!r}, only {', '.join(sorted(rows))}")
+    arch, about = rows[kind]
+    metadata, floats = _metadata(config, arch, about)
+    made = Planned(path, {"general.type": "model", "general.name": name, **metadata}, {}, {}, floats)
+    _plan_tensors(made, source, config, about)
+    kind = Counter(tensor.type for tensor in made.tensors.values() if len(tensor.shape) > 1).most_common(1)[0][0]
+    made.metadata["general.file_type"] = _FILE_TYPES[kind]
+    _check_config(made, config)
+    return made
+
+
+def write(made: Planned, source: Checkpoint, reopen: Callable[[], Checkpoint], done: Callable[[int], None]) -> Written:
+    """Write the file, one tensor at a time. ``done``: called with the bytes of each.
+
+    Raises:
+        CheckpointError: a layer cannot be read or its scales do not fit.
+        ImportError: the package gguf is not installed.
+    """
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    model = Model(made)
+    writer = GGUFWriter(made.path, made.metadata["general.architecture"])
+    for key, value in made.metadata.items():
+        if key != "general.architecture":
+            _add(writer, key, value)
+    for name, info in made.tensors.items():
+        of = GGMLQuantizationType[info.type]
+        writer.add_tensor_info(name, info.shape, np.dtype(np.float32), info.nbytes, of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    result, fresh = Written(0, Counter(), 0.0), 0
+    for name, info in made.tensors.items():
+        values, worst = _values(made, model, source, name)
+        assert values.nbytes == info.nbytes, name
+        writer.write_tensor_data(values.contiguous().view(torch.uint8).numpy())
+        result.worst = max(result.worst, worst)
+        result.bytes += info.nbytes
+        result.types[info.type] += 1
+        fresh += info.nbytes
+        done(info.nbytes)
+        if fresh > 128 << 20:  # pages of a mapped file count as process memory
+            source, fresh = reopen(), 0
+    writer.close()
+    return result
+
+
+def _full_config(source: Checkpoint) -> Any:
+    import transformers
+
+    content = source.config.get("text_config") if source.config.get("model_type") == "gemma3" else source.config
+    if not content or "model_type" not in content:
+        raise CheckpointError("GGUF needs the model's config.json, which names its architecture")
+    return transformers.AutoConfig.for_model(**content)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """Parameters of rotary embeddings, as in version 5 of transformers; Gemma 3: of layers with full attention."""
+    found = getattr(config, "rope_parameters", None)
+    if found is None:  # version 4
+        found = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
+    return dict(found.get("full_attention", found))
+
+
+def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    rope = _rope(config)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0) or 1.0)
+    rotated = int(head_dim * share)
+    norm = "layer_norm_rms_epsilon" if about.epsilon == "rms_norm_eps" else "layer_norm_epsilon"
+    numbers: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        f"attention.{norm}": float(getattr(config, about.epsilon)),
+        "rope.dimension_count": rotated,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    for entry in about.entries:
+        value = getattr(config, entry.name, None)
+        if value is not None:
+            numbers[entry.key] = entry.kind(value)
+    floats: dict[str, Tensor] = {}
+    kind = rope.get("rope_type", "default")
+    original: Any = rope.get("original_max_position_embeddings")
+    original = original or getattr(config, "original_max_position_embeddings", None)
+    if kind in ("linear", "yarn"):
+        numbers |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        numbers |= {"rope.scaling.original_context_length": original} if kind == "yarn" else {}
+    elif kind == "llama3":
+        parameters = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        floats[ROPE_FACTORS] = llama3_factors(rotated, rope["rope_theta"], **{name: rope[name] for name in parameters})
+    elif kind == "longrope":
+        floats |= {name: torch.tensor(rope[key]) for key, name in LONG_FACTORS.items()}
+        scale = config.max_position_embeddings / original
+        numbers["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    elif kind != "default":
+        raise CheckpointError(f"GGUF: rotary embeddings scaled by {kind!r} are not supported")
+    named = {f"{arch}.{key}": value for key, value in numbers.items()}
+    return {"general.architecture": arch, "general.quantization_version": 2, **named}, floats
+
+
+def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Architecture) -> None:
+    tied = bool(config.tie_word_embeddings)
+    stored: dict[str, tuple[str, int | None]] = {stem.module: (name, None) for name, stem in TOP.items()}
+    count = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0)
+    for block in range(config.num_hidden_layers):
+        for name, stem in about.stems.items():
+            experts: list[int | None] = list(range(count)) if "{}" in stem.module else [None]
+            for expert in experts:
+                stored[f"model.layers.{block}.{stem.module.format(expert)}"] = f"blk.{block}.{name}", expert
+    for name, tensor in made.floats.items():
+        made.tensors[name] = TensorInfo(name, "F32", tuple(tensor.shape), 0, tensor.nbytes)
+    for name in (*(f"{layer}.weight" for layer in source.layers), *source.others):
+        module, _, kind = name.rpartition(".")
+        if tied and module == "lm_head":
+            continue
+        if module not in stored or kind not in ("weight", "bias"):
+            raise CheckpointError(f"GGUF: {name} has no name in llama.cpp's architecture for {config.model_type}")
+        own = f"{stored[module][0]}.{kind}"
+        made.sources.setdefault(own, []).append(name)
+        info = _info(source, name, own)
+        if own in made.tensors:
+            if made.tensors[own].type != info.type or stored[module][1] is None:
+                raise CheckpointError(f"GGUF: experts of {own} are of several types, {made.tensors[own].type}, {info}")
+        made.tensors[own] = info
+    for name, names in made.sources.items():
+        if len(names) > 1:
+            names.sort(key=lambda one: stored[one.rpartition(".")[0]][1] or 0)
+            info = made.tensors[name]
+            made.tensors[name] = dataclasses.replace(
+                info, shape=(len(names), *info.shape), nbytes=len(names) * info.nbytes
+            )
+
+
+def _info(source: Checkpoint, name: str, own: str) -> TensorInfo:
+    layer = source.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    if layer is not None:
+        kind, shape = type_of(layer), (layer.out_features, layer.in_features)
+    else:
+        whole, dtype = source.shape_dtype(name)
+        shape = tuple(one for one in whole if one != 1) or (1,)  # type: ignore[assignment]
+        single = len(shape) == 1 or "_inp" in own or own.endswith("_norm.weight")  # llama.cpp has these in float32
+        kind = "F32" if single else _FLOATS.get(dtype, "F32")
+    _, block, size = next(row for row in TYPES.values() if row[0] == kind)
+    return TensorInfo(own, kind, shape, 0, math.prod(shape) // block * size)
+
+
+def _values(made: Planned, model: Model, source: Checkpoint, name: str) -> tuple[Tensor, float]:
+    """The tensor in the file's row order, and how far its codes moved."""
+    if name in made.floats:
+        return made.floats[name].float(), 0.0
+    info, parts, worst = made.tensors[name], [], 0.0
+    for own in made.sources[name]:
+        layer = source.layers.get(own.removesuffix(".weight")) if own.endswith(".weight") else None
+        if layer is not None:
+            values, error = encoded(layer)
+            worst = max(worst, error)
+        else:
+            dtype = next((dtype for dtype, kind in _FLOATS.items() if kind == info.type), torch.float32)
+            values = source.tensor(own)
+            values = (values.float() + model.norm_offset(name) if model.norm_offset(name) else values).to(dtype)
+        order = model.row_order(name)
+        parts.append(values if order is None else values[order.argsort()])
+    return (parts[0] if len(parts) == 1 else torch.stack(parts)), worst
+
+
+def _check_config(made: Planned, config: Any) -> None:
+    """Raise CheckpointError if the file stands for a model with another config."""
+    import transformers
+
+    wanted, read = config.to_dict(), transformers.AutoConfig.for_model(**Model(made).config).to_dict()
+    for key, value in wanted.items():
+        if _WITHOUT_EFFECT.fullmatch(key) or (key not in read and not value):
+            continue
+        if not _alike(value, read.get(key)):
+            raise CheckpointError(
+                f"GGUF: {made.metadata['general.architecture']} files cannot hold {key} = {value!r}: llama.cpp "
+                f"computes with {read.get(key)!r}"
+            )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_alike(one.get(key), other.get(key)) for key in one.keys() | other.keys())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float) or isinstance(other, float):
+        return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
