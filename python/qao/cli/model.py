@@ -58,13 +58,17 @@ def load_model(args: argparse.Namespace, path: str, scheme: Any = None, **option
     import torch
 
     from .. import from_pretrained
+    from ..checkpoints import open_checkpoint
 
     device = device_of(args, "cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype_of(args)
     local = local_path(path, args.revision)
     transformers = _transformers()
     code: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
-    if scheme is None and _is_float(local):
+    opened = open_checkpoint(local)
+    if scheme is None and opened.format == "gguf" and not opened.layers:
+        options = {"dequantize": True, **options}
+    if scheme is None and opened.format in ("float", "mxfp4"):
         code |= {"dtype": dtype or "auto", "device_map": {"": device}}
         model = transformers.AutoModelForCausalLM.from_pretrained(str(local), **code)
     else:
@@ -100,7 +104,9 @@ def load_tokenizer(args: argparse.Namespace, path: str) -> Any:
     options: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
     try:
         if file.suffix == ".gguf":
-            return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+            from ..checkpoints.gguf.tokenizer import load_tokenizer as of_file
+
+            return of_file(file)
         return transformers.AutoTokenizer.from_pretrained(str(file if file.is_dir() else file.parent), **options)
     except Exception as error:  # transformers raises many types if there is no readable tokenizer
         raise Failure(f"{path}: transformers cannot read its tokenizer: {one_line(error)}") from error
@@ -131,12 +137,6 @@ def _transformers() -> Any:
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     return transformers
-
-
-def _is_float(path: Path) -> bool:
-    from ..checkpoints import open_checkpoint
-
-    return open_checkpoint(path).format in ("float", "mxfp4")
 
 
 class Answer:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..checkpoints import files
 from ..checkpoints.base import Checkpoint
 from ..checkpoints.compressed_tensors.write import can_write, layer_tensors, quantization_config
+from ..checkpoints.gguf.tokenizer import load_tokenizer
 from ..checkpoints.native import header
 from ..checkpoints.shard_writer import ShardWriter
 from ..integrations.huggingface.config import QaoConfig
@@ -239,9 +240,6 @@ def _files_in(folder: Path, directory: Path) -> Iterator[Path]:
 
 def _tokenizer_of_gguf(model: Path, directory: Path) -> None:
     try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name)
-        tokenizer.save_pretrained(str(directory))
+        load_tokenizer(model).save_pretrained(str(directory))
     except Exception as error:  # transformers supports few GGUF tokenizers; the weights are usable without one
         warnings.warn(f"no tokenizer was written: {one_line(error)}", stacklevel=2)

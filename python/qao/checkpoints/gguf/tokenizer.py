@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory as metadata of GGUF: vocabulary, merges, special tokens, chat template.
+"""Tokenizers of GGUF files: vocabulary, merges, special tokens and chat template as metadata, written and read.
 
 llama.cpp has two kinds of BPE: "gpt2" on bytes spelled as characters, with merges and a named split of the text into
 words, and "llama" (sentencepiece), which joins the pair with the highest score.
@@ -11,9 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from ..base import CheckpointError
+from .file import open_gguf
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+
+
+# Splits that transformers (5.24) takes for GPT-2's; llama.cpp also splits between all digits.
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a file as one of transformers."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    if open_gguf(path).metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return tokenizer
 
 
 def tokenizer_metadata(model: Path, vocab_size: int) -> dict[str, Any]:
