@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import qao
 import torch
+from qao.checkpoints import CheckpointError, open_checkpoint
 from qao.cli import main
 from qao.nn import QuantExperts
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ ROUTED = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
 MOE = {**ROUTED, "moe_intermediate_size": 32}
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+GEMMA3 = {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD, "num_hidden_layers": 7}
 LONG = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
 # Model type of transformers: architecture of llama.cpp, changes of config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,14 +50,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3moe", {**MOE, "norm_topk_prob": True}),
     "gemma": ("gemma", {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD}),
-    "gemma3_text": (
-        "gemma3",
-        {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD, "sliding_window_pattern": 6}
-        | {"num_hidden_layers": 7},
-    ),
+    "gemma3_text": ("gemma3", GEMMA3),
+    "gemma3_text linear": ("gemma3", {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "phi3": ("phi3", {}),
     "phi3 longrope": ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 64}),
     "glm4": ("glm4", {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    "gpt_oss": ("gpt-oss", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8}),
     "granite": ("granite", GRANITE),
     "olmo2": ("olmo2", {}),
     "olmoe": ("olmoe", {**ROUTED, "norm_topk_prob": False, "intermediate_size": 32}),
@@ -115,12 +115,20 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
         if name == "lm_head.weight" and model.config.tie_word_embeddings:  # type: ignore[union-attr]
             continue
         module, _, kind = name.rpartition(".")
-        if found := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)", name):
+        found = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)", name)
+        if found and architecture != "gpt-oss":
             halves = tensor.chunk(2, 1) if found[2] == "gate_up_proj" else [tensor]
             stems = ("gate", "up") if found[2] == "gate_up_proj" else ("down",)
             made |= {f"blk.{found[1]}.ffn_{s}_exps.weight": half for s, half in zip(stems, halves, strict=True)}
             continue
-        stored = names.get_name(module)
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?", name):
+            kind = "bias" if found[3] else "weight"
+            rows = tensor if found[3] else tensor.mT  # of GPT-OSS
+            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if found[2] == "gate_up" else {"down": rows}
+            made |= {f"blk.{found[1]}.ffn_{stem}_exps.{kind}": part.contiguous() for stem, part in parts.items()}
+            continue
+        stored = names.get_name(name if name.endswith("sinks") else module)
+        kind = "weight" if name.endswith("sinks") else kind
         assert stored is not None, name
         if architecture in PERMUTED and stored.endswith(("attn_q", "attn_k")):
             heads = HEADS if stored.endswith("q") else KV_HEADS
@@ -152,11 +160,15 @@ def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32") ->
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(inner["factor"])
         writer.add_rope_scaling_orig_ctx_len(inner["original_max_position_embeddings"])
+    if inner["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(inner["factor"])
     if inner["rope_type"] == "longrope":
         for length in ("short", "long"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(inner[f"{length}_factor"], np.float32))
     for name, tensor in plain_tensors(model, architecture).items():
-        of = gguf.GGMLQuantizationType[kind if tensor.dim() > 1 and "_inp" not in name else "F32"]
+        matrix = name.endswith("weight") and tensor.dim() > (2 if kind == "MXFP4" else 1) and "_inp" not in name
+        of = gguf.GGMLQuantizationType[kind if matrix else "F32"]
         writer.add_tensor(name, gguf.quantize(tensor.float().contiguous().numpy(), of), raw_dtype=of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -167,7 +179,7 @@ def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32") ->
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", MODELS)
-def test_architectures(name: str, tmp_path: Path) -> None:
+def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     architecture, changes = MODELS[name]
     model: Any = float_model(name, changes)
     path = write(tmp_path / "model.gguf", model, architecture)
@@ -180,7 +192,11 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
     model.save_pretrained(tmp_path / "model")
-    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "ours.gguf"), "--quiet"]) == 0
+    made = main(["convert", str(tmp_path / "model"), str(tmp_path / "ours.gguf"), "--quiet"])
+    if architecture == "gpt-oss":
+        assert made == 1 and "fused experts" in capsys.readouterr().err
+        return
+    assert made == 0
     theirs, written = (gguf.GGUFReader(tmp_path / file) for file in ("model.gguf", "ours.gguf"))
     expected, tensors = ({one.name: one.data for one in reader.tensors} for reader in (theirs, written))
     assert expected.keys() == tensors.keys()
@@ -190,6 +206,17 @@ def test_architectures(name: str, tmp_path: Path) -> None:
             assert written.fields[key].contents() == pytest.approx(field.contents()), key
 
 
+def test_sliding_windows(tmp_path: Path) -> None:
+    """llama.cpp writes 0 for none; a window that the model would ignore is refused."""
+    model = float_model("phi3", {})
+    model.config.sliding_window = 0
+    assert "sliding_window" not in open_checkpoint(write(tmp_path / "phi.gguf", model, "phi3")).config
+    model = float_model("olmo2", {})
+    model.config.sliding_window = 8  # OLMo 3
+    with pytest.raises(CheckpointError, match="olmo2 with a sliding window is not supported"):
+        open_checkpoint(write(tmp_path / "olmo.gguf", model, "olmo2"))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_experts_are_quantized_with_a_scheme(tmp_path: Path) -> None:
     """They are stacked in the file, in Q8_0 here, and named one by one."""
@@ -197,7 +224,7 @@ def test_experts_are_quantized_with_a_scheme(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", float_model("qwen3_moe", changes), architecture, "Q8_0")
     floats = qao.from_pretrained(path, dequantize=True)
     with pytest.warns(UserWarning, match="12 of Q8_0"):  # gate, up and down of four blocks
-        as_stored = qao.from_pretrained(path)
+        as_stored = qao.from_pretrained(path, dtype=torch.float32)
     made = qao.from_pretrained(path, scheme=qao.Int8WeightOnly())
     assert sum(isinstance(one, QuantExperts) for one in made.modules()) == 4
     experts, stored = (one.model.layers[3].mlp.experts for one in (floats, as_stored))
@@ -206,3 +233,17 @@ def test_experts_are_quantized_with_a_scheme(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected, logits = floats(ids).logits, made(ids).logits
     assert 0 < (logits - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_experts_in_mxfp4_stay_in_four_bits(tmp_path: Path) -> None:
+    """As fp4, which has the same values, without a scheme."""
+    architecture, changes = MODELS["gpt_oss"]
+    path = write(tmp_path / "model.gguf", float_model("gpt_oss", changes), architecture, "MXFP4")
+    floats = qao.from_pretrained(path, dequantize=True, dtype=torch.float32)
+    model = qao.from_pretrained(path)
+    assert model.model.layers[0].mlp.experts.up.scheme == qao.Fp4WeightOnly() and model.dtype == torch.bfloat16
+    again = qao.dequantize_(qao.from_pretrained(path, dtype=torch.float32))
+    experts, expected = (one.model.layers[3].mlp.experts for one in (again, floats))
+    assert torch.equal(experts.gate_up_proj, expected.gate_up_proj)
+    assert torch.equal(experts.down_proj, expected.down_proj)

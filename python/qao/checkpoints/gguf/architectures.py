@@ -15,11 +15,12 @@ class Stem(NamedTuple):
     """A tensor of a block.
 
     ``shape``: symbols of its dimensions, see ``Model.sizes``. "e": the file stacks experts, each of which is a module
-    with its number for ``{}``.
+    with its number for ``{}``; or, without ``{}``, transformers stacks their transposes and interleaves gate and up.
     """
 
     module: str
     shape: str
+    names: tuple[str, ...] = ("weight", "bias")  # in transformers of the file's tensors with these endings
 
 
 class Entry(NamedTuple):
@@ -46,6 +47,7 @@ class Architecture:
     permuted: bool = False  # llama.cpp interleaves the halves of rotary pairs in rows of q and k
     norm_offset: float = 0.0  # added to the weights of norms in the file
     present: Mapping[str, str] = field(default_factory=lambda: _BIASED)  # entries that say whether block 0 has a tensor
+    yarn: Mapping[str, Any] = field(default_factory=dict)  # parameters of YaRN that no file holds
     partial_rotary: bool = False  # whether a head may be rotated in part
 
 
@@ -185,6 +187,21 @@ ARCHITECTURES: dict[str, Architecture] = {
             "post_ffw_norm": Stem("post_mlp_layernorm", "h"),
         },
         partial_rotary=True,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _ATTENTION
+        | {
+            "attn_sinks": Stem("self_attn", "n", ("sinks",)),
+            "post_attention_norm": Stem("post_attention_layernorm", "h"),
+            "ffn_gate_inp": Stem("mlp.router", "e h"),
+            "ffn_gate_exps": Stem("mlp.experts", "e x h", ("gate_up_proj", "gate_up_proj_bias")),
+            "ffn_up_exps": Stem("mlp.experts", "e x h", ()),  # read with ffn_gate_exps
+            "ffn_down_exps": Stem("mlp.experts", "e h x", ("down_proj", "down_proj_bias")),
+        },
+        entries=(Entry("num_local_experts", "expert_count"), *_COUNTS, _WINDOW),
+        yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     ),
     "granite": Architecture(
         "granite",

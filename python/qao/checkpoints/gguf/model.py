@@ -17,6 +17,7 @@ from .file import GgufFile, TensorInfo
 _REMEDY = "Open the model's own file; merge adapters (LoRA) into the float model first"
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # Phi-3
+_WINDOW = "attention.sliding_window"
 _BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62}  # which scale attention by hidden_size / heads, not by the head's size
 
 
@@ -34,9 +35,10 @@ class Part(NamedTuple):
     """A tensor of transformers: all of a tensor in the file, or one of the experts that it stacks."""
 
     module: str
-    kind: str  # "weight" or "bias"
+    kind: str  # its own name: "weight" or "bias", except for sinks and fused experts
     stored: str  # name in the file
     expert: int | None = None
+    fused: tuple[str, ...] = ()  # names in the file of all tensors of fused experts: gate and up, or down
 
     @property
     def name(self) -> str:
@@ -128,15 +130,25 @@ class Model:
 
     def _has(self, stem: Stem, kind: str) -> bool:
         """Whether transformers may have this tensor: norms have biases in Starcoder 2 only."""
-        without = stem.shape.startswith("e") or stem is TOP["token_embd"]
+        if stem.module == "mlp.experts":
+            return kind in ("weight", "bias")
+        without = "{}" in stem.module or stem is TOP["token_embd"] or len(stem.names) == 1
         without = without or ("norm" in stem.module and not self.architecture.fixed.get("use_bias", False))
         return kind == "weight" or (kind == "bias" and not without)
 
     def _parts(self, name: str) -> Iterator[Part]:
         module, stem = self._stems[name]
-        kind = name.rpartition(".")[2]
+        stored, _, kind = name.rpartition(".")
+        if stem.module == "mlp.experts":
+            own = stem.names[kind == "bias" :][:1]
+            gate = stored.endswith("ffn_gate_exps")
+            fused = (name, name.replace("ffn_gate_exps", "ffn_up_exps")) if gate else (name,)
+            if fused[-1] not in self._file.tensors:
+                raise CheckpointError(f"{self._file.path}: it has {name}, but no {fused[-1]}")
+            yield from (Part(module, one, name, fused=fused) for one in own)
+            return
         if "{}" not in module:
-            yield Part(module, kind, name)
+            yield Part(module, stem.names[0] if kind == "weight" else kind, name)
             return
         for expert in range(self.sizes["e"]):
             yield Part(module.format(expert), kind, name, expert)
@@ -153,7 +165,8 @@ class Model:
         return value
 
     def _has_key(self, key: str) -> bool:
-        return f"{self._arch}.{key}" in self._file.metadata
+        """Whether a number is there that is not 0, which llama.cpp writes for None."""
+        return bool(self._file.metadata.get(f"{self._arch}.{key}", 0) != 0)
 
     def _config(self) -> dict[str, Any]:
         about, tensors = self.architecture, self._file.tensors
@@ -192,6 +205,8 @@ class Model:
         for entry in about.entries:
             if not entry.optional or self._has_key(entry.key):
                 config[entry.name] = self._number(entry.key, entry.default, entry.kind)
+        if self._has_key(_WINDOW) and all(entry.key != _WINDOW for entry in about.entries):
+            raise CheckpointError(f"{self._file.path}: {self._arch} with a sliding window is not supported")
         if self._arch in _BLOCKS_OF_27B:
             large = config["num_hidden_layers"] == _BLOCKS_OF_27B[self._arch]
             config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
@@ -205,7 +220,7 @@ class Model:
         return config if scaling is None else config | {"rope_scaling": scaling}
 
     def _rope_scaling(self, rotated: int, config: dict[str, Any]) -> dict[str, Any] | None:
-        kind = self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
+        about, kind = self.architecture, self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
         if all(name in self._file.tensors for name in LONG_FACTORS.values()):
             factors = {key: self._divisors(name, rotated).tolist() for key, name in LONG_FACTORS.items()}
             return {"rope_type": "longrope", **factors}
@@ -214,7 +229,7 @@ class Model:
         if kind == "yarn":
             original = self._number("rope.scaling.original_context_length")
             factor = self._number("rope.scaling.factor", kind=float)
-            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **about.yarn}
         if kind != "none":
             raise CheckpointError(f"{self._file.path}: rotary embeddings scaled by {kind!r} are not supported")
         if ROPE_FACTORS not in self._file.tensors:
@@ -253,6 +268,10 @@ class Model:
     def shape(self, part: Part) -> tuple[int, ...]:
         """The shape of a tensor in transformers."""
         symbols = self._stems[part.stored][1].shape.split(" ")
+        if part.fused:
+            experts, rows, columns = (self.sizes[one] for one in symbols)
+            rows *= len(part.fused)
+            return (experts, rows) if part.kind.endswith("bias") else (experts, columns, rows)
         symbols = symbols[:1] if part.kind == "bias" else symbols if part.expert is None else symbols[1:]
         return tuple(self.sizes[one] for one in symbols)
 
@@ -260,7 +279,8 @@ class Model:
         sizes = self.sizes
         for name, (module, stem) in self._stems.items():
             symbols = stem.shape.split(" ")
-            expected = [sizes[one] for one in (symbols if name.endswith("weight") else symbols[:1])]
+            kept = len(symbols) if name.endswith("weight") else 2 if module.endswith("mlp.experts") else 1
+            expected = [sizes[one] for one in symbols[:kept]]
             found = list(self._file.tensors[name].shape)
             if found != expected and found != [one for one in expected if one != 1]:  # llama.cpp drops dimensions of 1
                 raise CheckpointError(

@@ -12,6 +12,7 @@ In the bytes of Q4_0 and Q4_1, low nibbles are columns 0..15 of a block, high ni
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -47,6 +48,7 @@ class GgufCheckpoint(Checkpoint):
         float_linears: number of these that are quantized in the file, by format.
         dequantized: number of tensors of any kind, by format.
         rounded: number of linear layers in Q8_0 that are requantized.
+        mxfp4: whether there are experts in MXFP4, which ``Fp4WeightOnly`` represents exactly.
 
     Raises:
         CheckpointError: not a GGUF file, a damaged one, an unknown architecture, formats that the package ``gguf``
@@ -63,6 +65,7 @@ class GgufCheckpoint(Checkpoint):
         self.float_linears: Counter[str] = Counter()
         self.dequantized: Counter[str] = Counter()
         self.rounded = 0
+        self.mxfp4 = False
         linears = []
         self._others: dict[str, Part] = {}
         known = {kind for kind, _, _ in TYPES.values()}
@@ -78,13 +81,15 @@ class GgufCheckpoint(Checkpoint):
                 self.rounded += note is not None
                 continue
             self._others[part.name] = part
-            linear = linear or part.expert is not None
+            expert = part.expert is not None or (bool(part.fused) and part.kind.endswith("proj"))
+            linear = linear or expert
+            self.mxfp4 = self.mxfp4 or (expert and info.type == "MXFP4")
             linears += [module] if linear else []
             if part.expert:  # the rest is counted with the first expert
                 continue
             if info.type not in known:
                 _check_known(info, self._where(info))
-            if info.type not in known or made is not None or (part.expert == 0 and info.type not in _FLOATS):
+            if info.type not in known or made is not None or (expert and info.type not in _FLOATS):
                 self.dequantized[info.type] += 1
                 self.float_linears[info.type] += linear
         self.linears = tuple(linears)
@@ -96,11 +101,25 @@ class GgufCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         part = self._others[name]
-        info, shape = self._file.tensors[part.stored], self._model.shape(part)
-        values, offset = self._blocks(part), self._model.norm_offset(part.stored)
+        if part.fused:
+            return self._fused(part)
+        offset = self._model.norm_offset(part.stored)
+        plain = self._plain(self._file.tensors[part.stored], self._blocks(part), self._model.shape(part))
+        return plain - offset if offset else plain.clone()
+
+    def _fused(self, part: Part) -> Tensor:
+        """Experts as GPT-OSS has them: transposed, with gate and up in turn."""
+        read = []
+        for info in (self._file.tensors[name] for name in part.fused):
+            rows = self._file.bytes_of(info).view(math.prod(info.shape[:-1]), -1)
+            read.append(self._plain(info, rows, info.shape))
+        joined = torch.stack(read, 2).flatten(1, 2)  # [E, N, K], or [E, N]
+        return joined.transpose(1, 2).contiguous() if joined.dim() == 3 else joined
+
+    def _plain(self, info: TensorInfo, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor as floats of ``shape``, from its rows of bytes."""
         if info.type in _FLOATS:
-            plain = values.view(_FLOATS[info.type]).view(shape)
-            return plain - offset if offset else plain.clone()
+            return values.view(_FLOATS[info.type]).view(shape)
         if info.type in _DECODERS:
             return _dequantize(_DECODERS[info.type](values, self._where(info))).view(shape)
         import numpy as np

@@ -65,6 +65,8 @@ def plan(source: Checkpoint, path: Path, name: str) -> Planned:
         CheckpointError: llama.cpp has no such architecture or tensor, or would compute something else.
     """
     config = _full_config(source)
+    if config.model_type == "gpt_oss":
+        raise CheckpointError("GGUF: fused experts of GPT-OSS are not written: use llama.cpp's convert_hf_to_gguf.py")
     kind = _SAME.get(config.model_type, config.model_type)
     rows = {about.model_type: (arch, about) for arch, about in (*ARCHITECTURES.items(), ("llama", MIXTRAL))}
     if kind not in rows:
@@ -74,7 +76,7 @@ def plan(source: Checkpoint, path: Path, name: str) -> Planned:
     made = Planned(path, {"general.type": "model", "general.name": name, **metadata}, {}, {}, floats)
     _plan_tensors(made, source, config, about)
     kind = Counter(tensor.type for tensor in made.tensors.values() if len(tensor.shape) > 1).most_common(1)[0][0]
-    made.metadata["general.file_type"] = _FILE_TYPES[kind]
+    made.metadata["general.file_type"] = _FILE_TYPES.get(kind, 1)
     _check_config(made, config)
     return made
 

@@ -291,7 +291,11 @@ def _from_checkpoint(
     if dequantize and local.suffix != ".gguf":
         raise ValueError(f"from_pretrained: dequantize=True is for GGUF files, and {local} is not one")
     plain = dequantize or (quantization is not None and quantization.scheme is not None)
-    checkpoint = open_to_quantize(opened) if plain else open_checkpoint(opened)
+    checkpoint: Any = open_to_quantize(opened) if plain else open_checkpoint(opened)
+    if not plain and getattr(
+        checkpoint, "mxfp4", False
+    ):  # experts are quantized as they arrive, if no layer already is
+        checkpoint = open_to_quantize(opened)
     quantization = _planned(checkpoint, local, quantization, dequantize)
     if checkpoint.format == "float" and standard:
         assert quantization is not None
@@ -306,7 +310,7 @@ def _planned(checkpoint: Any, local: Path, quantization: QaoConfig | None, dequa
     scheme = None if quantization is None else quantization.scheme
     if quantization is not None and scheme is not None and is_for_a_scheme(checkpoint, quantization.embeddings):
         return quantization
-    if checkpoint.format == "mxfp4":
+    if checkpoint.format == "mxfp4" or (scheme is None and not dequantize and getattr(checkpoint, "mxfp4", False)):
         embeddings = quantization is not None and quantization.embeddings
         return QaoConfig({r"re:.*\.experts": Fp4WeightOnly()}, embeddings=embeddings)  # represents MXFP4 exactly
     if checkpoint.format == "float":

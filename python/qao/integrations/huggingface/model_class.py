@@ -117,5 +117,7 @@ def dtype_of(config: Any, checkpoint: Any) -> torch.dtype:
         given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)
     if isinstance(given, torch.dtype):
         return given
+    if getattr(checkpoint, "mxfp4", False):
+        return torch.bfloat16
     floats = [found for found in map(checkpoint.shape_dtype, checkpoint.others) if found[1].is_floating_point]
     return max(floats, key=lambda found: torch.Size(found[0]).numel())[1] if floats else torch.float32
