@@ -58,6 +58,7 @@ class QuantizedLayer:
     read: Callable[[], Plain]  # raises CheckpointError
     note: str | None = None  # how the layer differs from the file: "static input scales dropped"
     experts: int | None = None  # number of fused experts with these sizes
+    shares: str | None = None  # name of the layer with the same tensors in the file: a tied head
     where: str = ""  # the file, for errors
 
     def pack(self) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ class Contents:
     def of(cls, checkpoint: Checkpoint) -> Contents:
         return cls(
             checkpoint.format,
-            [_layer_facts(checkpoint, layer) for layer in checkpoint.layers.values()],
+            [_layer_facts(checkpoint, layer) for layer in checkpoint.layers.values() if layer.shares is None],
             [_tensor_facts(checkpoint, name) for name in checkpoint.others],
             list(checkpoint.notes),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,6 @@ def _unsupported_reason(source: Any) -> str | None:
 def run(args: argparse.Namespace) -> int:
     from torch import Tensor
 
-    from ..checkpoints import open_checkpoint
     from ..schemes import PackedWeight
     from .contents import float_dtype, float_linears, packed_bytes
     from .names import modules_of
@@ -73,9 +73,10 @@ def run(args: argparse.Namespace) -> int:
         args.to = "gguf"
     layout_for(args)
     args.model = local_path(args.model, args.revision)
-    source = open_checkpoint(args.model)
+    reopen = partial(_opened, args.model, args.to)
+    source = reopen()
     if args.to == "gguf":
-        return _to_gguf(args, source, output)
+        return _to_gguf(args, source, reopen, output)
     if not source.layers:
         raise Failure(f"{args.model} is a float model; use qao quantize")
     layers = {name: layer.scheme for name, layer in source.layers.items()}
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     steps = copies(source, source.others) + [layer(name) for name in source.layers]
     named = dict(zip(modules_of(source, args.trust_remote_code), layers.values(), strict=True))
     config = config_of(format, source.config, named, float_linears(source, args.trust_remote_code), None)
-    figures = transfer(args, partial(open_checkpoint, args.model), steps, config, named, known=problems)
+    figures = transfer(args, reopen, steps, config, named, known=problems)
     notes = sorted({layer.note for layer in source.layers.values() if layer.note} | set(source.notes))
     for note in notes:
         output.say(f"note: {note}")
@@ -112,10 +113,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _to_gguf(args: argparse.Namespace, source: Checkpoint, output: Output) -> int:
+def _opened(path: Path, to: str | None) -> Checkpoint:
+    """A GGUF file becomes GGUF with its own blocks; other layouts must run on GPUs, which have no kernels for these."""
+    from ..checkpoints import open_checkpoint
+    from ..checkpoints.gguf.read import GgufCheckpoint
+
+    return GgufCheckpoint(path, native=to == "gguf") if path.suffix == ".gguf" else open_checkpoint(path)
+
+
+def _to_gguf(args: argparse.Namespace, source: Checkpoint, reopen: Callable[[], Checkpoint], output: Output) -> int:
     import time
 
-    from ..checkpoints import open_checkpoint
     from ..checkpoints.gguf.tokenizer import tokenizer_metadata
     from ..checkpoints.gguf.write import plan, write
     from .staging import staged_file
@@ -131,7 +139,7 @@ def _to_gguf(args: argparse.Namespace, source: Checkpoint, output: Output) -> in
             planned.metadata |= tokenizer
             total = sum(tensor.nbytes for tensor in planned.tensors.values())
             with progress(args, total, args.command) as bar:
-                made = write(planned, source, partial(open_checkpoint, args.model), bar.update)
+                made = write(planned, source, reopen, bar.update)
     except ImportError as error:
         raise Failure(f"--to gguf needs more packages ({error}): pip install qao[gguf]") from error
     notes = sorted({layer.note for layer in source.layers.values() if layer.note} | set(source.notes))

@@ -156,7 +156,7 @@ class QuantLinear(PackedModule):
             ValueError: a shape or dtype does not fit the scheme.
         """
         packed = scheme.pack(q, scales, zeros)
-        n, k = q.shape
+        n, k = packed.sizes or q.shape
         return cls(k, n, scheme, packed, kernel_bias(bias, q.device), dtype)
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:

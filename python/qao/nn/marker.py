@@ -69,6 +69,7 @@ _BINDING = (
     "rotation",
     "integer_scales",
     "power_of_two_scales",
+    "qtype",
 )
 
 

@@ -122,7 +122,8 @@ from .weight_ops import (
 
 # ruff: isort: on
 
-torch.fx.wrap("product")  # layers call it by this module: a node of fx.symbolic_trace
+for _called in ("product", "gguf_mm"):  # layers call them by this module: a node of fx.symbolic_trace
+    torch.fx.wrap(_called)
 
 __all__ = [
     "EMBEDDINGS",

@@ -14,6 +14,7 @@ from . import library  # noqa: F401  # loads the operators
 from .autograd import differentiable, product
 from .batch_invariant import unless_default
 from .dequantize import dense_fp4, dense_fp8, dense_int4, dense_int8
+from .gguf import gguf_embedding
 from .weight_ops import int4_embedding, int8_embedding
 
 # Operators that layers pass to ``product``. Modules that ``qao.ops`` imports later iterate over DENSE.
@@ -33,6 +34,7 @@ torch.fx.wrap("product")  # one node in fx.symbolic_trace: it selects the autogr
 EMBEDDINGS: dict[str, Callable[..., Tensor]] = {
     "int4": int4_embedding,
     "int8": int8_embedding,
+    "gguf": lambda ids, weight, scales, qtype, dtype: gguf_embedding(ids, weight, qtype, dtype),
 }
 
 # ---- differentiable GEMMs, with the arguments of the raw operators ---------------------------------------------------

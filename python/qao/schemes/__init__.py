@@ -22,6 +22,7 @@ from .configs import (
     Int8WeightOnly,
     scheme_from_dict,
 )
+from .gguf import GgufWeightOnly
 from .weight_formats import (
     GROUP_SIZES,
     Float8Weight,
@@ -41,6 +42,7 @@ __all__ = [
     "Fp4Weight",
     "Fp4WeightOnly",
     "GROUP_SIZES",
+    "GgufWeightOnly",
     "Granularity",
     "Int4Weight",
     "Int4WeightOnly",

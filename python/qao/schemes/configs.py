@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import _moved, ops
 from ..ops.rotation import with_row_scales
 from .fp8_activations import Float8Operands
+from .gguf import GgufWeightOnly
 from .rotation import RotatedActivations
 from .two_level import IntegerScaledInt4Weight, PowerScaledInt4Weight
 from .weight_formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, Scheme
@@ -253,7 +254,7 @@ class Float8DynamicActivationInt4Weight(PowerScaledInt4Weight):
         return ops.product(ops.FP8_INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
 
-# A scheme class for each word.
+# A scheme class for each word. GgufWeightOnly is not among them: it comes from files only.
 SCHEMES: dict[str, type[Scheme]] = {
     kind.word: kind
     for kind in (
@@ -272,9 +273,10 @@ SCHEMES: dict[str, type[Scheme]] = {
 def scheme_from_dict(content: Mapping[str, Any]) -> Scheme:
     """The inverse of ``Scheme.to_dict``. Raises ValueError for an unknown scheme or field."""
     word = content.get("scheme")
-    kind = SCHEMES.get(word) if isinstance(word, str) else None
+    known_words: dict[str, type[Scheme]] = {**SCHEMES, GgufWeightOnly.word: GgufWeightOnly}
+    kind = known_words.get(word) if isinstance(word, str) else None
     if kind is None:
-        raise ValueError(f"scheme_from_dict: {word!r} is not a scheme; use one of {', '.join(SCHEMES)}")
+        raise ValueError(f"scheme_from_dict: {word!r} is not a scheme; use one of {', '.join(known_words)}")
     if kind is Float8DynamicActivationFloat8Weight and content.get("activation_scale") is not None:
         kind = Float8StaticActivationFloat8Weight
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Weights of qao as blocks of GGUF: int4 as Q4_0 or Q4_1, int8 as Q8_0. Codes stay as they are.
+"""Weights of qao as blocks of GGUF: int4 as Q4_0 or Q4_1, int8 as Q8_0, GGUF's own unchanged. Codes stay as they are.
 
 Blocks of 32 columns share float16 numbers d and m, see read.py. A scale of more columns is repeated. Q4_1's m is
 -zero * scale. What float16 cannot hold exactly is rounded; the error is reported in steps of the codes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...schemes import Int4Weight, Int8Weight
+from ...schemes import GgufWeightOnly, Int4Weight, Int8Weight
 from ..base import CheckpointError, Plain, QuantizedLayer
 
 _BLOCK = 32
@@ -33,6 +33,8 @@ def type_of(layer: QuantizedLayer) -> str:
         if scheme.rotation_of(k)
         else None
     )
+    if isinstance(scheme, GgufWeightOnly):
+        return scheme.qtype
     if reason is None and isinstance(scheme, Int4Weight):
         return "Q4_0" if scheme.symmetric else "Q4_1"
     if reason is None and isinstance(scheme, Int8Weight):
@@ -48,6 +50,8 @@ def encoded(layer: QuantizedLayer) -> tuple[Tensor, float]:
         CheckpointError: scales are outside the range of float16.
     """
     plain, kind = layer.read(), type_of(layer)
+    if isinstance(layer.scheme, GgufWeightOnly):
+        return plain.q, 0.0
     n, k = plain.q.shape
     scales = _by_block(plain.scales, n, k)
     d = scales.half()

@@ -18,17 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.gguf import BLOCKS
+from ...schemes.gguf import GGUF_NUMBERS
 from ..base import CheckpointError
 
 # ggml type: name, elements per block, bytes per block. Other types are looked up in the package gguf.
-TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    8: ("Q8_0", 32, 34),
-    30: ("BF16", 1, 2),
-}
+TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)}
+TYPES |= {number: (name, *BLOCKS[number]) for name, number in GGUF_NUMBERS.items()}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4

@@ -1,11 +1,14 @@
-"""GGUF reader (llama.cpp): Q4_0 and Q4_1 become int4 exactly, Q8_0 becomes int8, other types float.
+"""GGUF reader (llama.cpp): quantized tensors stay in the file's blocks, or become layers of schemes with GPU kernels.
+
+    native     Q4_0 and Q4_1 of linear layers become int4; all other types, and embeddings, ``GgufWeightOnly``
+    otherwise  Q4_0 and Q4_1 of linear layers become int4, Q8_0 int8; all other types are read as float32
 
 Blocks of 32 columns share float16 scale factors d and m (ggml-common.h of ggml):
 
     Q4_0   (q - 8) d      int4, groups of 32, symmetric, float16 scales: exact
     Q4_1   q d + m        int4, groups of 32, float32 scales d and float zero points -m / d: exact up to float32
                           rounding
-    Q8_0   q d            int8 has per-row scales: requantized, unless ``dequantize``
+    Q8_0   q d            int8 has per-row scales: requantized
 
 In the bytes of Q4_0 and Q4_1, low nibbles are columns 0..15 of a block, high nibbles 16..31.
 """
@@ -15,20 +18,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ... import ops
 from ...quant_primitives.integer import quantize_int8
-from ...schemes import Int4WeightOnly, Int8WeightOnly, Scheme
+from ...schemes import GgufWeightOnly, Int4WeightOnly, Int8WeightOnly, Scheme
+from ...schemes.gguf import GGUF_NUMBERS
 from ..base import Checkpoint, CheckpointError, Plain, QuantizedLayer
-from .file import TYPES, TensorInfo, open_gguf
+from .file import TensorInfo, open_gguf
 from .model import Model, Part
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCK = 32
+# Bytes of a block at which float16 numbers are, if not only at 0.
+_SCALES: dict[str, tuple[int, ...]] = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+_SCALES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 # GPU kernels in float16 hold q - zero in float16. A block beyond this limit is constant to 15 / 32768 of its magnitude.
 _LARGEST_ZERO = 32768.0
 
@@ -36,28 +44,30 @@ _LARGEST_ZERO = 32768.0
 class GgufCheckpoint(Checkpoint):
     """A language model in a GGUF file or its parts. Architectures: the table in architectures.py.
 
-    Linear layers in Q4_0 and Q4_1 become int4 with the values of the file. All other types that the package ``gguf``
-    can dequantize (Q6_K, Q4_K, IQ4_XS …) are read exactly as float32 and listed in ``notes``.
+    Experts are read as float32, like the types that qao has no kernels for, by the package ``gguf`` (IQ2_XS …).
 
     Args:
         path: the file, or one part of a split model (``-00001-of-00003.gguf``).
-        dequantize: True reads linear layers in Q8_0 as float32 too. False requantizes them with per-row scales.
+        dequantize: True reads linear layers in Q8_0 as float32 too, and is not native.
+        native: keep blocks of the file, which only CPUs have kernels for.
 
     Attributes:
         linears: names of the linear layers that are read as float.
         float_linears: number of these that are quantized in the file, by format.
         dequantized: number of tensors of any kind, by format.
         rounded: number of linear layers in Q8_0 that are requantized.
+        native: whether blocks of the file are kept.
         mxfp4: whether there are experts in MXFP4, which ``Fp4WeightOnly`` represents exactly.
 
     Raises:
-        CheckpointError: not a GGUF file, a damaged one, an unknown architecture, formats that the package ``gguf``
-            cannot dequantize, or any other than F32, F16, BF16, Q4_0, Q4_1 and Q8_0 if the package is not installed.
+        CheckpointError: not a GGUF file, a damaged one, an unknown architecture, or a type that the package ``gguf`` is
+            needed for and cannot dequantize.
     """
 
     format = "gguf"
 
-    def __init__(self, path: str | Path, *, dequantize: bool = False) -> None:
+    def __init__(self, path: str | Path, *, dequantize: bool = False, native: bool = True) -> None:
+        self.native = native and not dequantize
         self._file = open_gguf(path)
         self._model = Model(self._file)
         self.config = self._model.config
@@ -68,36 +78,48 @@ class GgufCheckpoint(Checkpoint):
         self.mxfp4 = False
         linears = []
         self._others: dict[str, Part] = {}
-        known = {kind for kind, _, _ in TYPES.values()}
         for part in self._model.parts:
-            module, info = part.module, self._file.tensors[part.stored]
-            linear = self._model.is_linear(part)
-            made = _LINEAR.get(info.type) if linear else None
+            info = self._file.tensors[part.stored]
+            made = self._quantized(part, info)
             if made is not None and not (dequantize and info.type == "Q8_0"):
-                scheme, decode, note = made
-                n, k = info.shape
-                read = partial(self._read_linear, part, decode)
-                self.layers[module] = QuantizedLayer(module, scheme, n, k, (info.name,), read, note)
-                self.rounded += note is not None
+                self.layers[made.name] = made
+                self.rounded += made.note is not None
                 continue
             self._others[part.name] = part
             expert = part.expert is not None or (bool(part.fused) and part.kind.endswith("proj"))
-            linear = linear or expert
+            linear = self._model.is_linear(part) or expert
             self.mxfp4 = self.mxfp4 or (expert and info.type == "MXFP4")
-            linears += [module] if linear else []
-            if part.expert:  # the rest is counted with the first expert
+            linears += [part.module] if linear else []
+            if info.type in _FLOATS or part.expert:  # other experts are counted with the first
                 continue
-            if info.type not in known:
+            if info.type not in GGUF_NUMBERS:
                 _check_known(info, self._where(info))
-            if info.type not in known or made is not None or (expert and info.type not in _FLOATS):
+            if linear or info.type not in _LINEAR:  # embeddings in these types lose nothing
                 self.dequantized[info.type] += 1
                 self.float_linears[info.type] += linear
+        embedding = self.layers.get("model.embed_tokens")
+        if embedding is not None and self.config["tie_word_embeddings"]:
+            self.layers["lm_head"] = replace(embedding, name="lm_head", shares=embedding.name)
         self.linears = tuple(linears)
         self.float_linears = +self.float_linears
         self.others = tuple(self._others)
         listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.dequantized.items()))
         if self.dequantized:
             self.notes = (f"dequantized to float32, to be quantized again: {listed}",)
+
+    def _quantized(self, part: Part, info: TensorInfo) -> QuantizedLayer | None:
+        """The layer of a part; None if it is read as float."""
+        linear, embedding = self._model.is_linear(part), part.module == "model.embed_tokens"
+        plain = _LINEAR.get(info.type) if linear else None
+        if self.native and (linear or embedding) and info.type in GGUF_NUMBERS and (not plain or info.type == "Q8_0"):
+            own = GgufWeightOnly(info.type)
+            plain = own, partial(_checked, own), None
+        if plain is None:
+            return None
+        scheme, decode, note = plain
+        read = partial(self._read_layer, part, decode)
+        n, k = self._model.shape(part)
+        return QuantizedLayer(part.module, scheme, n, k, (info.name,), read, note)
 
     def tensor(self, name: str) -> Tensor:
         part = self._others[name]
@@ -109,28 +131,29 @@ class GgufCheckpoint(Checkpoint):
 
     def _fused(self, part: Part) -> Tensor:
         """Experts as GPT-OSS has them: transposed, with gate and up in turn."""
-        read = []
-        for info in (self._file.tensors[name] for name in part.fused):
-            rows = self._file.bytes_of(info).view(math.prod(info.shape[:-1]), -1)
-            read.append(self._plain(info, rows, info.shape))
-        joined = torch.stack(read, 2).flatten(1, 2)  # [E, N, K], or [E, N]
-        return joined.transpose(1, 2).contiguous() if joined.dim() == 3 else joined
+        infos = [self._file.tensors[name] for name in part.fused]
+        read = [
+            self._plain(info, self._file.bytes_of(info).view(math.prod(info.shape[:-1]), -1), info.shape)
+            for info in infos
+        ]
+        rows = torch.stack(read, 2).flatten(1, 2)  # [E, N, K], or [E, N]
+        return rows.transpose(1, 2).contiguous() if rows.dim() == 3 else rows
 
     def _plain(self, info: TensorInfo, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor as floats of ``shape``, from its rows of bytes."""
         if info.type in _FLOATS:
             return values.view(_FLOATS[info.type]).view(shape)
-        if info.type in _DECODERS:
-            return _dequantize(_DECODERS[info.type](values, self._where(info))).view(shape)
+        if info.type in GGUF_NUMBERS:
+            scheme = GgufWeightOnly(info.type)
+            blocks = _checked(scheme, values, self._where(info)).q
+            return ops.dequantize_gguf(blocks, scheme.number, torch.float32).view(shape)
         import numpy as np
         from gguf import GGMLQuantizationType, dequantize
 
         with np.errstate(all="ignore"):
             plain = torch.from_numpy(dequantize(values.numpy(), GGMLQuantizationType[info.type])).view(shape)
         if not plain.isfinite().all():
-            raise CheckpointError(
-                f"{self._where(info)} has a block with a scale that is NaN or infinite. Download the file again"
-            )
+            raise _not_finite(self._where(info))
         return plain
 
     def shape_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -143,7 +166,7 @@ class GgufCheckpoint(Checkpoint):
         info = self._file.tensors[self.layers[name].keys[0] if part is None else part.stored]
         return info.type, info.nbytes if part is None or part.expert is None else info.nbytes // info.shape[0]
 
-    def _read_linear(self, part: Part, decode: Callable[[Tensor, str], Plain]) -> Plain:
+    def _read_layer(self, part: Part, decode: Callable[[Tensor, str], Plain]) -> Plain:
         return decode(self._blocks(part), self._where(self._file.tensors[part.stored]))
 
     def _blocks(self, part: Part) -> Tensor:
@@ -180,8 +203,20 @@ def _halves(blocks: Tensor, at: int, where: str) -> Tensor:
     """float32 [N, blocks]: the float16 at byte ``at`` of every block."""
     values = blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
     if not values.isfinite().all():
-        raise CheckpointError(f"{where} has a block with a scale that is NaN or infinite. Download the file again")
+        raise _not_finite(where)
     return values
+
+
+def _not_finite(where: str) -> CheckpointError:
+    return CheckpointError(f"{where} has a block with a scale that is NaN or infinite. Download the file again")
+
+
+def _checked(scheme: GgufWeightOnly, rows: Tensor, where: str) -> Plain:
+    """Rows of whole blocks with finite scales."""
+    blocks = rows.unflatten(1, (-1, scheme.block[1]))
+    for at in _SCALES.get(scheme.qtype, (0,)):
+        _halves(blocks, at, where)
+    return Plain(rows.clone(), torch.ones(1))
 
 
 def _nibbles(blocks: Tensor) -> Tensor:
@@ -209,24 +244,12 @@ def _q4_1(rows: Tensor, where: str) -> Plain:
     return Plain(q.flatten(1), scales, zeros)
 
 
-def _q8_0(rows: Tensor, where: str) -> Plain:
-    blocks = rows.unflatten(1, (-1, 34))
-    return Plain(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _halves(blocks, 0, where))
-
-
 def _per_row(rows: Tensor, where: str) -> Plain:
-    return Plain(*quantize_int8(_dequantize(_q8_0(rows, where)), clip_search=False, name=where)[:2])
+    scheme = GgufWeightOnly("Q8_0")
+    weight = ops.dequantize_gguf(_checked(scheme, rows, where).q, scheme.number, torch.float32)
+    return Plain(*quantize_int8(weight, clip_search=False, name=where)[:2])
 
 
-def _dequantize(plain: Plain) -> Tensor:
-    """float32 [N, K]; Q4_0 and Q8_0 exactly."""
-    zeros = (8.0 if plain.q.dtype == torch.uint8 else 0.0) if plain.zeros is None else plain.zeros.unsqueeze(-1)
-    blocks = plain.q.unflatten(1, (-1, _BLOCK)).float()
-    values: Tensor = (blocks - zeros) * plain.scales.float().unsqueeze(-1)
-    return values.flatten(1)
-
-
-_DECODERS: dict[str, Callable[[Tensor, str], Plain]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
 _LINEAR: dict[str, tuple[Scheme, Callable[[Tensor, str], Plain], str | None]] = {
     "Q4_0": (Int4WeightOnly(group_size=32, symmetric=True, scale_dtype=torch.float16), _q4_0, None),
     "Q4_1": (Int4WeightOnly(group_size=32, scale_dtype=torch.float32), _q4_1, None),

@@ -191,7 +191,8 @@ def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Archite
                 stored[f"model.layers.{block}.{stem.module.format(expert)}"] = f"blk.{block}.{name}", expert
     for name, tensor in made.floats.items():
         made.tensors[name] = TensorInfo(name, "F32", tuple(tensor.shape), 0, tensor.nbytes)
-    for name in (*(f"{layer}.weight" for layer in source.layers), *source.others):
+    layers = [f"{name}.weight" for name, layer in source.layers.items() if layer.shares is None]
+    for name in (*layers, *source.others):
         module, _, kind = name.rpartition(".")
         if tied and module == "lm_head":
             continue

@@ -19,7 +19,7 @@ from ...schemes import Fp4WeightOnly, Scheme
 from .config import QaoConfig
 from .lazy_state import LazyValue, lazy_state
 from .loading import Unfit
-from .model_class import CODE, HUB, concrete_class, configuration, dtype_of, model_class
+from .model_class import CODE, HUB, concrete_class, configuration, dtype_of, is_on_cpu, model_class
 
 _Schemes = Scheme | Mapping[str, Scheme | None]
 
@@ -50,11 +50,13 @@ def from_pretrained(
             quantize the layers that no qao format holds exactly; the others keep their values.
         device_map: as in transformers, for example "auto".
         device: one device for the whole model; instead of ``device_map``.
-        dtype: dtype of unquantized tensors; None or "auto": that of the checkpoint.
+        dtype: dtype of unquantized tensors; None or "auto": that of the checkpoint; for GGUF on a CPU, bfloat16 if
+            the CPU has instructions for it.
         embeddings: with ``scheme``, quantize tied embeddings too.
         auto_class: the class of the model, or an Auto class; None: the class in config.json.
-        dequantize: for a GGUF file: read Q8_0 layers exactly as float instead of rounding them to int8, and take a file
-            without quantized layers.
+        dequantize: for a GGUF file: read layers that are not in Q4_0 or Q4_1 as float, exactly, and take a file without
+            quantized layers. Otherwise these keep the file's blocks on a CPU (``GgufWeightOnly``); on a GPU, Q8_0 is
+            rounded to int8, and others are float.
         options: every other argument of transformers' ``from_pretrained``, with the same meaning: for the hub
             (``revision``, ``subfolder``, ``cache_dir``, ``token`` …), files (``variant``, ``gguf_file`` …), the
             configuration (``use_cache=False``, ``num_labels=3`` …), and the rest. ``quantization_config`` takes a
@@ -285,17 +287,19 @@ def _from_checkpoint(
     request: _Request, local: Path, quantization: QaoConfig | None, dequantize: bool, options: dict[str, Any]
 ) -> Any:
     from ...checkpoints import open_checkpoint
+    from ...checkpoints.gguf.read import GgufCheckpoint
     from ...checkpoints.opening import open_to_quantize
 
     opened, standard = _weights(local, options)
     if dequantize and local.suffix != ".gguf":
         raise ValueError(f"from_pretrained: dequantize=True is for GGUF files, and {local} is not one")
     plain = dequantize or (quantization is not None and quantization.scheme is not None)
-    checkpoint: Any = open_to_quantize(opened) if plain else open_checkpoint(opened)
-    if not plain and getattr(
-        checkpoint, "mxfp4", False
-    ):  # experts are quantized as they arrive, if no layer already is
-        checkpoint = open_to_quantize(opened)
+    if opened.suffix == ".gguf" and opened.exists() and not plain:
+        checkpoint: Any = GgufCheckpoint(opened, native=is_on_cpu(request.device_map))
+        if checkpoint.mxfp4:  # experts are quantized as they arrive, and then everything else is float
+            checkpoint = GgufCheckpoint(opened, dequantize=True)
+    else:
+        checkpoint = open_to_quantize(opened) if plain else open_checkpoint(opened)
     quantization = _planned(checkpoint, local, quantization, dequantize)
     if checkpoint.format == "float" and standard:
         assert quantization is not None

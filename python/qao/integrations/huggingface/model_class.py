@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...schemes import FLOAT_DTYPES
+from ...schemes.base import _host
 from .config import QaoConfig
 
 # Arguments of transformers' from_pretrained that locate a repository and its files.
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies")
 CODE = ("trust_remote_code", "code_revision")
+_BF16 = ("avx512_bf16", "amx", "neon_bf16")  # instruction sets with products of bfloat16
 
 
 def configuration(
@@ -111,13 +114,28 @@ def concrete_class(cls: Any, config: Any, source: str, code: dict[str, Any]) -> 
 
 
 def dtype_of(config: Any, checkpoint: Any) -> torch.dtype:
-    """The dtype of the config, else of the largest unquantized tensor."""
+    """The dtype of the config, else of the largest unquantized tensor.
+
+    A GGUF file, in float32 otherwise, is computed in bfloat16 on a CPU that has instructions for it.
+    """
     given = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if isinstance(given, str):
         given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)
     if isinstance(given, torch.dtype):
         return given
+    if getattr(checkpoint, "native", False) and checkpoint.layers and _host is not None:
+        return torch.bfloat16 if _host.cpu_features()["selected"] in _BF16 else torch.float32
     if getattr(checkpoint, "mxfp4", False):
         return torch.bfloat16
     floats = [found for found in map(checkpoint.shape_dtype, checkpoint.others) if found[1].is_floating_point]
     return max(floats, key=lambda found: torch.Size(found[0]).numel())[1] if floats else torch.float32
+
+
+def is_on_cpu(device_map: Any) -> bool:
+    """Whether a model with this ``device_map`` is on the CPU alone."""
+    if device_map is None:
+        return torch.get_default_device().type == "cpu"
+    if isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return not torch.cuda.is_available()
+    devices = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    return all(not isinstance(one, int) and torch.device(one).type == "cpu" for one in devices if one != "disk")
