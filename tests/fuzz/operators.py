@@ -17,6 +17,7 @@ import qao
 import test_attention
 import test_expert_rows
 import test_expert_topk
+import test_gguf_ops
 import test_norm_product
 import test_norm_silu
 import test_quantize_ops
@@ -314,7 +315,25 @@ def merged(word: str, rng: random.Random, device: str) -> int:
     return len(layers)
 
 
+def gguf_mm(rng: random.Random, device: str) -> int:
+    """With dequantize_gguf and gguf_embedding of the same weight. On a CPU, whatever the device."""
+    qtype, n, blocks = rng.choice(test_gguf_ops.QTYPES), rng.randint(1, 70), rng.randint(1, 4)
+    weight = test_gguf_ops.random_weight(qtype, n, blocks, rng.getrandbits(31))
+    dense, dtype = test_gguf_ops.definition(weight, qtype), float_dtype(rng)
+    x, _ = values(rng, size(rng, 6, 1, 16, 33), dense.shape[1], dtype)
+    x = x.nan_to_num(0, 1, -1)
+    what = described(qtype=qtype, shape=[len(x), n, dense.shape[1]], dtype=dtype)
+    check(equal(OPS.dequantize_gguf(weight, qtype, dtype), dense.to(dtype)), f"wrong weight: {what}")
+    ids = torch.tensor([rng.randrange(n) for _ in range(rng.randint(0, 5))], dtype=torch.int64)
+    check(equal(OPS.gguf_embedding(ids, weight, qtype, dtype), dense[ids].to(dtype)), f"wrong rows: {what}")
+    y, exact = OPS.gguf_mm(x, weight, None, qtype), x.double() @ dense.double().t()
+    right = (y.double() - exact).abs() <= test_gguf_ops.bound(x, dense)
+    check(bool((right | ~y.isfinite() & (exact.abs() > torch.finfo(dtype).max / 2)).all()), f"wrong product: {what}")
+    return 3
+
+
 OPERATORS: dict[str, Fuzzer] = {
+    **dict.fromkeys(("gguf_mm", "dequantize_gguf", "gguf_embedding"), gguf_mm),
     **{f"_merged_{word}_mm": partial(merged, word) for word in SCHEMES},
     **{f"{scheme.word}_mm": partial(products.dense, scheme) for scheme in PRODUCTS},
     **{f"{scheme.word}_grouped_mm": partial(products.grouped, scheme) for scheme in PRODUCTS},

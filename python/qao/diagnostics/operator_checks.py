@@ -271,6 +271,17 @@ def _embedding(device: str, scheme: Scheme) -> float:
     return _distance(rows, scheme.dequantize(*packed[:2], _N, _K, torch.float32)[ids])
 
 
+def _gguf(device: str) -> float:
+    """Blocks of Q8_0, the type 8: a float16 scale, then 32 codes."""
+    codes = _random(_N, _K // 32, 32, device=device).mul(40).to(torch.int8)
+    scales = _random(_N, _K // 32, 1, device=device).half()
+    weight = torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), -1).flatten(1)
+    dense, x, ids = (scales.float() * codes).flatten(1), _random(3, _K, device=device), torch.tensor([7, 0, 79])
+    rows = qao.gguf_embedding(ids, weight, 8, torch.float32)
+    exact = torch.equal(qao.dequantize_gguf(weight, 8, torch.float32), dense) and torch.equal(rows, dense[ids])
+    return _distance(qao.gguf_mm(x, weight, None, 8), reference.mm(x, dense)) if exact else math.inf
+
+
 # Operator name to its error against the reference on a device.
 OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
@@ -304,7 +315,10 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "unpack_int4": _pack_and_unpack,
     "dequantize_int4": _dequantize_int4,
     "int4_embedding": lambda device: _embedding(device, schemes.Int4WeightOnly()),
+    "gguf_mm": _gguf,
+    "dequantize_gguf": _gguf,
+    "gguf_embedding": _gguf,
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
 # Operators without CUDA kernels.
-OF_CPU = ("decode_attention", "quantize_blocks", "quantize_fp4")
+OF_CPU = ("decode_attention", "dequantize_gguf", "gguf_embedding", "gguf_mm", "quantize_blocks", "quantize_fp4")
