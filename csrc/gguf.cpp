@@ -1,7 +1,12 @@
 // Operators of GGUF weights: GEMM, dequantization and embedding lookup.
 #include "cpu/gguf.h"
 
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
 #include "cpu/mm.h"
+#include "cpu/numeric.h"
 #include "operators.h"
 #include "rows.h"
 
@@ -36,6 +41,35 @@ Weight checked_weight(const Op& op, const Argument& weight, const Argument& othe
   return rows;
 }
 
+// Rows of x from which W in floats and torch's GEMM are faster than the kernel, which has no panels.
+constexpr int64_t kManyRows = 128;
+constexpr int64_t kSlabValues = int64_t{1} << 21;  // of W in floats at a time: they stay in the L2 or L3 cache
+
+// y = x · Wᵀ + bias with rows of W in the dtype of x.
+void dense_mm(const Tensor& x, Weight w, const mm::Problem& problem, const mm::Arguments& arguments,
+              const Argument& like) {
+  const int64_t row_bytes = w.k / cpu::gguf::block_size(w.type).columns * cpu::gguf::block_size(w.type).bytes;
+  const int64_t rows = std::min(w.n, std::max<int64_t>(kSlabValues / w.k, 16)), n = w.n;
+  const Tensor slab = empty({rows, w.k}, torch_dtype(problem.x_dtype), like);
+  w.dtype = problem.x_dtype, w.out = slab.data_ptr();
+  for (int64_t first = 0; first < n; first += rows, w.weight += rows * row_bytes) {
+    w.n = std::min(rows, n - first);
+    cpu::gguf::dequantize(w, torch_threads(w.n * w.k));
+    const Tensor some = torch::stable::narrow(const_cast<Tensor&>(slab), 0, 0, w.n);
+    const Tensor part = torch::stable::matmul(x, torch::stable::transpose(some, 0, 1));
+    const void* values = part.data_ptr();
+    cpu::split(torch_threads(problem.m * w.n), problem.m, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) {
+        for (int64_t i = 0; i < w.n; ++i) {
+          float value = cpu::load(values, m * w.n + i, w.dtype);
+          if (problem.has_bias) value += cpu::load(arguments.bias, first + i, problem.bias_dtype);
+          cpu::store(arguments.y, m * n + first + i, w.dtype, value);
+        }
+      }
+    });
+  }
+}
+
 Tensor gguf_mm(const Tensor& x_tensor, const Tensor& weight_tensor, const std::optional<Tensor>& bias_tensor,
                int64_t qtype, bool batch_invariant) {
   Op op("gguf_mm");
@@ -67,6 +101,10 @@ Tensor gguf_mm(const Tensor& x_tensor, const Tensor& weight_tensor, const std::o
   Tensor y = empty_rows(w.n, torch_dtype(problem.y_dtype), x);
   if (problem.m == 0) return y;
   arguments.y = y.data_ptr();
+  if (problem.m >= kManyRows && !batch_invariant && problem.x_dtype != DType::kFloat16) {
+    dense_mm(x_tensor, w, problem, arguments, x);
+    return y;
+  }
   op.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
   return y;
 }

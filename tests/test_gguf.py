@@ -292,7 +292,7 @@ def test_a_head_in_q6_k(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = q6_k_head(tmp_path / "m-q4_0.gguf", tied)
     plain, name = stored(path), "token_embd.weight" if tied else "output.weight"
     for options, native in (({"dtype": torch.float32}, True), ({}, False), ({"dequantize": True}, False)):
-        monkeypatch.setattr("qao.integrations.huggingface.from_pretrained.is_on_cpu", lambda _: native)  # noqa: B023
+        monkeypatch.setattr("qao.integrations.huggingface.from_pretrained.keeps_gguf_blocks", lambda _: native)  # noqa: B023
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = qao.from_pretrained(path, **options)

@@ -174,12 +174,14 @@ def test_float_and_schemes_again(tmp_path: Path) -> None:
 def test_on_a_gpu_layers_are_float(tmp_path: Path) -> None:
     """GPUs have no kernels for the blocks."""
     from qao.integrations.huggingface.loading import check_devices
-    from qao.integrations.huggingface.model_class import is_on_cpu
+    from qao.integrations.huggingface.model_class import keeps_gguf_blocks
+    from qao.schemes.base import _host
 
     path = write(tmp_path / "model.gguf", "Q4_K")
     assert GgufCheckpoint(path, native=False).float_linears == {"Q4_K": 8}
-    assert not is_on_cpu({"": "cuda:0"}) and not is_on_cpu("cuda") and not is_on_cpu(0)
-    assert is_on_cpu(None) and is_on_cpu({"": torch.device("cpu")}) and is_on_cpu("cpu")
+    assert not any(map(keeps_gguf_blocks, ({"": "cuda:0"}, "cuda", 0)))
+    fast = _host is not None and _host.cpu_features()["selected"] in ("avx512", "avx512_bf16", "amx")
+    assert all(keeps_gguf_blocks(where) == fast for where in (None, {"": torch.device("cpu")}, "cpu"))
     with pytest.raises(ValueError, match='no kernels of GgufWeightOnly .*device_map="cpu", or choose a scheme'):
         check_devices({"lm_head": GgufWeightOnly("Q4_K")}, {"": "cuda"})
 

@@ -17,9 +17,14 @@ void dequantize_blocks(const uint8_t* row, int64_t begin, int64_t count, float* 
     float scale[B::kColumns / kSegment], minimum[B::kColumns / kSegment];
     B::codes(block, codes);
     B::scales(block, scale, minimum);
-    for (int i = 0; i < B::kColumns; ++i) {
-      const float value = scale[i / kSegment] * static_cast<float>(codes[i] - B::kOffset);
-      out[k + i] = B::kHasMinima ? value - minimum[i / kSegment] : value;
+    for (int segment = 0; segment < B::kColumns / kSegment; ++segment) {
+      const float factor = scale[segment], least = B::kHasMinima ? minimum[segment] : 0;
+      const uint8_t* from = codes + segment * kSegment;
+      float* to = out + k + segment * kSegment;
+      for (int i = 0; i < kSegment; ++i) {
+        const float value = factor * static_cast<float>(from[i] - B::kOffset);
+        to[i] = B::kHasMinima ? value - least : value;
+      }
     }
   }
 }
@@ -35,7 +40,12 @@ void write_row(const Weight& rows, int64_t from, int64_t to) {
   for (int64_t k = 0; k < rows.k; k += kUnit) {
     const int64_t count = least(kUnit, rows.k - k);
     dequantize_row(rows.type, row, k, count, values);
-    for (int64_t i = 0; i < count; ++i) store(rows.out, to * rows.k + k + i, rows.dtype, values[i]);
+    uint16_t* out = static_cast<uint16_t*>(rows.out) + to * rows.k + k;
+    if (rows.dtype == DType::kBFloat16) {
+      for (int64_t i = 0; i < count; ++i) out[i] = to_bf16(values[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) out[i] = to_fp16(values[i]);
+    }
   }
 }
 

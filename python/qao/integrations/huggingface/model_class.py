@@ -17,6 +17,7 @@ from .config import QaoConfig
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies")
 CODE = ("trust_remote_code", "code_revision")
 _BF16 = ("avx512_bf16", "amx", "neon_bf16")  # instruction sets with products of bfloat16
+_GGUF = ("avx512", "avx512_bf16", "amx")  # with fast kernels of GGUF blocks
 
 
 def configuration(
@@ -131,8 +132,12 @@ def dtype_of(config: Any, checkpoint: Any) -> torch.dtype:
     return max(floats, key=lambda found: torch.Size(found[0]).numel())[1] if floats else torch.float32
 
 
-def is_on_cpu(device_map: Any) -> bool:
-    """Whether a model with this ``device_map`` is on the CPU alone."""
+def keeps_gguf_blocks(device_map: Any) -> bool:
+    """Whether the devices of a model have fast kernels of GGUF blocks: all of it is on a CPU with AVX-512."""
+    return _is_on_cpu(device_map) and _host is not None and _host.cpu_features()["selected"] in _GGUF
+
+
+def _is_on_cpu(device_map: Any) -> bool:
     if device_map is None:
         return torch.get_default_device().type == "cpu"
     if isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
