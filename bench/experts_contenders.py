@@ -81,13 +81,13 @@ class Experts:
             "int8": (eight, ()),
             "fp8": (e4m3, ()),
             "int8_int8": (eight, (None,)),
-            "int8_int4": (four, (None, *sizes)),
-            "int8_int4_rows": (scaled, (None, *sizes, of_rows)),
+            "int8_int4": (four, (None, None, *sizes)),
+            "int8_int4_rows": (scaled, (None, of_rows, *sizes)),
             "fp4": (codes, (n, k, 32)),
             "fp8_fp8": (e4m3, (None, -1, False)),
             "fp8_fp8_fast": (e4m3, (None, -1, True)),
-            "fp8_int4": (four, sizes),
-            "fp8_int4_rows": (powers, (*sizes, short)),
+            "fp8_int4": (four, (None, *sizes)),
+            "fp8_int4_rows": (powers, (short, *sizes)),
             "bf16": (bf16, ()),
         }
         self.operands = {

@@ -70,7 +70,7 @@ class Int8Int4(_FourBits):
     name = "qao_int8_int4"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return ops.int8_int4_mm(x, *tensors, None, None, *self.sizes)
+        return ops.int8_int4_mm(x, *tensors, None, None, None, *self.sizes)
 
 
 class Fp8Fp8(_EightBits):
@@ -84,7 +84,7 @@ class Fp8Int4(_FourBits):
     name = "qao_fp8_int4"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return ops.fp8_int4_mm(x, *tensors, None, *self.sizes)
+        return ops.fp8_int4_mm(x, *tensors, None, None, *self.sizes)
 
 
 class Scheme(NamedTuple):

@@ -40,9 +40,9 @@ void int8_int8_mm(Product& product, const Tensor& x, const std::optional<Tensor>
   product.problem.batch_invariant = batch_invariant;
 }
 
-void int8_int4_mm(Product& product, const Tensor& x, const std::optional<Tensor>& weight_sums, int64_t out_features,
-                  int64_t in_features, int64_t group_size, const std::optional<Tensor>& row_scales,
-                  bool batch_invariant, int64_t x_rotation) {
+void int8_int4_mm(Product& product, const Tensor& x, const std::optional<Tensor>& weight_sums,
+                  const std::optional<Tensor>& row_scales, int64_t out_features, int64_t in_features,
+                  int64_t group_size, bool batch_invariant, int64_t x_rotation) {
   product.add_weight_sums(weight_sums);
   product.add_row_scales(row_scales);
   product.use_packed_weight({out_features, in_features, group_size});
@@ -59,8 +59,8 @@ void fp8_fp8_mm(Product& product, const Tensor& x, const std::optional<Tensor>& 
   product.problem.batch_invariant = batch_invariant;
 }
 
-void fp8_int4_mm(Product& product, const Tensor& x, int64_t out_features, int64_t in_features, int64_t group_size,
-                 const std::optional<Tensor>& row_scales, bool batch_invariant, bool fast_accum) {
+void fp8_int4_mm(Product& product, const Tensor& x, const std::optional<Tensor>& row_scales, int64_t out_features,
+                 int64_t in_features, int64_t group_size, bool batch_invariant, bool fast_accum) {
   product.add_row_scales(row_scales);
   product.use_packed_weight({out_features, in_features, group_size});
   product.problem.fast_accum = fast_accum;
@@ -117,17 +117,18 @@ constexpr Operator kOperators[] = {
         "bool batch_invariant=False, int x_rotation=0) -> Tensor"),
     dense<"int8_int4_mm", int8_int4_mm>(
         "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums=None, "
-        "int out_features=0, int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False, "
+        "Tensor? row_scales=None, int out_features=0, int in_features=0, int group_size=0, bool batch_invariant=False, "
         "int x_rotation=0) -> Tensor"),
     dense<"fp8_fp8_mm", fp8_fp8_mm>(
         "fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? x_scale=None, int x_group_size=-1, "
         "bool fast_accum=False, bool batch_invariant=False) -> Tensor"),
     dense<"fp8_int4_mm", fp8_int4_mm>(
-        "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, int in_features=0, "
-        "int group_size=0, Tensor? row_scales=None, bool batch_invariant=False, bool fast_accum=False) -> Tensor"),
+        "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? row_scales=None, "
+        "int out_features=0, int in_features=0, int group_size=0, bool batch_invariant=False, bool fast_accum=False)"
+        " -> Tensor"),
     grouped<"int4_grouped_mm", int4_mm>(
         "int4_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
-        "Tensor? row_scale, int out_features, int in_features, int group_size, bool batch_invariant=False, "
+        "Tensor? row_scale, int out_features=0, int in_features=0, int group_size=0, bool batch_invariant=False, "
         "float[]? gate=None) -> Tensor"),
     grouped<"int8_grouped_mm", int8_mm>(
         "int8_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
@@ -137,23 +138,23 @@ constexpr Operator kOperators[] = {
         "Tensor? row_scale, bool batch_invariant=False, float[]? gate=None) -> Tensor"),
     grouped<"fp4_grouped_mm", fp4_mm>(
         "fp4_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
-        "Tensor? row_scale, int out_features, int in_features, int group_size, bool batch_invariant=False, "
+        "Tensor? row_scale, int out_features=0, int in_features=0, int group_size=0, bool batch_invariant=False, "
         "float[]? gate=None) -> Tensor"),
     grouped<"int8_int8_grouped_mm", int8_int8_mm>(
         "int8_int8_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
-        "Tensor? row_scale, Tensor? weight_sums, bool batch_invariant=False, int x_rotation=0, float[]? gate=None)"
+        "Tensor? row_scale, Tensor? weight_sums=None, bool batch_invariant=False, int x_rotation=0, float[]? gate=None)"
         " -> Tensor"),
     grouped<"int8_int4_grouped_mm", int8_int4_mm>(
         "int8_int4_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
-        "Tensor? row_scale, Tensor? weight_sums, int out_features, int in_features, int group_size, "
-        "Tensor? row_scales=None, bool batch_invariant=False, int x_rotation=0, float[]? gate=None) -> Tensor"),
+        "Tensor? row_scale, Tensor? weight_sums=None, Tensor? row_scales=None, int out_features=0, int in_features=0, "
+        "int group_size=0, bool batch_invariant=False, int x_rotation=0, float[]? gate=None) -> Tensor"),
     grouped<"fp8_fp8_grouped_mm", fp8_fp8_mm>(
         "fp8_fp8_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
-        "Tensor? row_scale, Tensor? x_scale, int x_group_size, bool fast_accum, bool batch_invariant=False, "
-        "float[]? gate=None) -> Tensor"),
+        "Tensor? row_scale, Tensor? x_scale=None, int x_group_size=-1, bool fast_accum=False, "
+        "bool batch_invariant=False, float[]? gate=None) -> Tensor"),
     grouped<"fp8_int4_grouped_mm", fp8_int4_mm>(
         "fp8_int4_grouped_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, "
-        "Tensor? row_scale, int out_features, int in_features, int group_size, Tensor? row_scales=None, "
+        "Tensor? row_scale, Tensor? row_scales=None, int out_features=0, int in_features=0, int group_size=0, "
         "bool batch_invariant=False, bool fast_accum=False, float[]? gate=None) -> Tensor"),
 };
 

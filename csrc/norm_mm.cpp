@@ -45,10 +45,10 @@ Tensor gate(const Norm& norm, const Tensor& y, int64_t n) {
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_int4_mm(const Tensor& x, const std::optional<Tensor>& residual,
-                                                const std::optional<Tensor>& norm_weight, double eps,
-                                                const Tensor& weight, const Tensor& scales,
-                                                const std::optional<Tensor>& bias, int64_t out_features,
-                                                int64_t in_features, int64_t group_size, bool gated) {
+                                                const std::optional<Tensor>& norm_weight, const Tensor& weight,
+                                                const Tensor& scales, const std::optional<Tensor>& bias, double eps,
+                                                int64_t out_features, int64_t in_features, int64_t group_size,
+                                                bool gated) {
   Norm norm("add_rms_norm_int4_mm", x, residual, norm_weight, eps, "norm_weight");
   Product product(norm.op, norm.x, weight, scales, bias);
   product.use_packed_weight({out_features, in_features, group_size});
@@ -69,9 +69,8 @@ std::tuple<Tensor, Tensor> add_rms_norm_int4_mm(const Tensor& x, const std::opti
 
 constexpr Operator kOperators[] = {
     operator_of<"add_rms_norm_int4_mm", add_rms_norm_int4_mm>(
-        "add_rms_norm_int4_mm(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor weight, "
-        "Tensor scales, Tensor? bias, int out_features, int in_features, int group_size, bool gated) -> (Tensor, "
-        "Tensor)"),
+        "add_rms_norm_int4_mm(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor weight, Tensor scales, "
+        "Tensor? bias, float eps, int out_features, int in_features, int group_size, bool gated) -> (Tensor, Tensor)"),
 };
 
 }  // namespace

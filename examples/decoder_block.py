@@ -83,7 +83,7 @@ class DecoderBlock(nn.Module):
         """``norm_product`` of an int4 layer; if gated, its halves are gate and up, and the result silu(gate) * up."""
         sizes = linear.out_features, linear.in_features, linear.scheme.group_size
         packed = linear.qweight, linear.scales, linear.bias
-        return torch.ops.qao.add_rms_norm_int4_mm(x, residual, weight, self.eps, *packed, *sizes, gated)
+        return torch.ops.qao.add_rms_norm_int4_mm(x, residual, weight, *packed, self.eps, *sizes, gated)
 
     def gated_product(self, gate: Tensor, up: Tensor, linear: nn.Module) -> Tensor:
         """linear(silu(gate) * up)."""

@@ -310,9 +310,9 @@ class Scheme:
             arguments = (None if activation.symmetric else dense.sum(1).float(),)
         elif self.word == "fp8_fp8":
             arguments = (activation.scale(dense.device), activation.group_size, False)
+        row_scales = (parts.row_scales,) if self.word in ("int8_int4", "fp8_int4") else ()
         sizes = () if parts.group_size is None else (*parts.q.shape, parts.group_size)
-        last = () if parts.row_scales is None else (parts.row_scales,)
-        return Weight(parts.operands(), (*arguments, *sizes, *last), dense, activation)
+        return Weight(parts.operands(), (*arguments, *row_scales, *sizes), dense, activation)
 
     def make_weight(self, n: int, k: int, fmt: Format | None = None, device: str = "cpu", seed: int = 0) -> Weight:
         fmt = fmt or self.few_formats[0]

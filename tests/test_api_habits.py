@@ -223,7 +223,7 @@ def test_the_functions_are_the_operators() -> None:
         "swiglu_quantize": (x, 1.702, 7.0, 1.0, True, torch.int8),
         "int8_scaled_mm": (x8, x8_scales, x8_zeros, w8, scale8, bias, sums, torch.float32),
         "fp8_scaled_mm": (f8, f8_scales, w_fp8, scale8, bias, torch.bfloat16, True),
-        "add_rms_norm_int4_mm": (x, x + 1, weight, 1e-3, *packed, bias, *sizes, True),
+        "add_rms_norm_int4_mm": (x, x + 1, weight, *packed, bias, 1e-3, *sizes, True),
     }
     for name, arguments in calls.items():
         actual, expected = getattr(qao.ops, name)(*arguments), getattr(torch.ops.qao, name)(*arguments)

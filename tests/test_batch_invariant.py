@@ -10,7 +10,7 @@ import qao
 import torch
 from ops_schemes import DTYPES, PRODUCTS, Scheme, Weight
 from ops_support import bits, check_product, randn
-from qao.ops.batch_invariant import MODE, with_mode
+from qao.ops.batch_invariant import MODE
 from torch import Tensor, nn
 
 every_scheme = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
@@ -19,8 +19,7 @@ COUNTS = {"cpu": (1, 2, 3, 7, 9, 17, 33), "cuda": (1, 2, 3, 7, 8, 9, 16, 17, 31,
 
 
 def product(scheme: Scheme, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    operands = x, *weight.operands, bias, *weight.arguments
-    return scheme.op(*with_mode(scheme.op, operands, True))
+    return scheme.op(x, *weight.operands, bias, *weight.arguments, batch_invariant=True)
 
 
 def rows_apart(weight: Weight) -> bool:
@@ -138,8 +137,7 @@ def test_experts(scheme: Scheme, device: str) -> None:
 
     def of(rows: Tensor, ends: list[int]) -> Tensor:
         offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-        arguments = rows, *operands, None, offsets, None, None, *rest
-        return operator(*with_mode(operator, arguments, True))
+        return operator(rows, *operands, None, offsets, None, None, *rest, batch_invariant=True)
 
     y = of(x, [100, 101, 200])
     assert torch.equal(bits(of(x[100:101], [0, 1, 1])), bits(y[100:101]))
@@ -229,8 +227,9 @@ def test_gradients_and_transforms(device: str) -> None:
 @every_scheme
 def test_opcheck(scheme: Scheme) -> None:
     weight = scheme.make_weight(40, 64, scheme.few_formats[0])
-    arguments = with_mode(scheme.op, (torch.randn(3, 64), *weight.operands, None, *weight.arguments), True)
-    torch.library.opcheck(scheme.op, arguments, test_utils=("test_schema", "test_faketensor"))
+    arguments = torch.randn(3, 64), *weight.operands, None, *weight.arguments
+    utilities = "test_schema", "test_faketensor"
+    torch.library.opcheck(scheme.op, arguments, {"batch_invariant": True}, test_utils=utilities)
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

@@ -454,7 +454,8 @@ OFFSETS = [[0, 1, 1, 40, 90, 90, 91, 200], [200] * 8, [0] * 8, [0, 0, 0, 0, 0, 0
 def test_rows_of_gradients_need_no_look_at_the_offsets(scheme: Scheme, fmt: Format, device: str) -> None:
     """Gradients as a GPU computes them, against a loop over experts; n is not a multiple of the packing."""
     experts = make_experts(scheme, 8, 40, 96, fmt, torch.float32, device)
-    dense, sizes = GROUPED[experts.op], [value for value in experts.arguments if type(value) is int]
+    dense = GROUPED[experts.op]
+    sizes = list(experts.arguments[-3:]) if experts.operands[0].dim() == 4 else []  # of packed weights
     weight, scales = experts.operands
     for rows in (200, 5):
         grad = randn(rows, 40, dtype=torch.float32, device=device, seed=7)

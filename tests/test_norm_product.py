@@ -38,7 +38,7 @@ def call(
     bias: Tensor | None = None,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    return OPS.add_rms_norm_int4_mm(x, residual, norm, 1e-5, *weight.operands, bias, *weight.arguments, gated)
+    return OPS.add_rms_norm_int4_mm(x, residual, norm, *weight.operands, bias, 1e-5, *weight.arguments, gated)
 
 
 def check(y: Tensor, h: Tensor, norm: Tensor | None, weight: Weight, bias: Tensor | None, gated: bool) -> None:
@@ -116,7 +116,7 @@ def test_many_rows(m: int) -> None:
     weight = torch.randint(-128, 128, (n // 16, k // 64, 512), dtype=torch.int8, device="cuda")
     scales = torch.rand(n // 16, k // 128, 1, 16, device="cuda") * 0.01
     x, residual = (randn(m, k, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (0, 1))
-    y, h = OPS.add_rms_norm_int4_mm(x, residual, None, 1e-5, weight, scales, None, n, k, 128, True)
+    y, h = OPS.add_rms_norm_int4_mm(x, residual, None, weight, scales, None, 1e-5, n, k, 128, True)
     norm, expected_h = OPS.add_rms_norm(x, residual, None, 1e-5)
     gate, up = OPS.int4_mm(norm.float(), weight, scales, None, n, k, 128).chunk(2, -1)
     expected = OPS.silu_mul(gate, up)
@@ -148,7 +148,7 @@ def test_chains_in_a_graph(m: int) -> None:
 def test_opcheck(shape: tuple[int, ...], gated: bool, device: str) -> None:
     weight = INT4.make_weight(64, 128, Int4Format(64), device)
     x, norm = (randn(*s, dtype=torch.bfloat16, device=device) for s in (shape, (128,)))
-    arguments = x, x, norm, 1e-6, *weight.operands, None, *weight.arguments, gated
+    arguments = x, x, norm, *weight.operands, None, 1e-6, *weight.arguments, gated
     torch.library.opcheck(OPS.add_rms_norm_int4_mm.default, arguments, test_utils=UTILITIES)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -434,6 +435,15 @@ def test_a_served_layer_keeps_it() -> None:
     served.process_weights_after_loading(holder)
     x = with_outlier(randn(5, 192))
     torch.testing.assert_close(served.apply(holder, x, layer.bias), layer(x))
+
+
+def test_a_pickle_with_the_numbers_of_an_earlier_version_loads() -> None:
+    """qao 0.2 moved row_scales before the sizes, among which a pickle has it."""
+    scheme = qao.Int8DynamicActivationInt4Weight(32, rotation=64)
+    layer = qao.QuantLinear.from_linear(linear(192), scheme)
+    expected = layer(x := with_outlier(randn(5, 192)))
+    layer._constants = 48, 192, 32, None, False, 64
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), expected)
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------

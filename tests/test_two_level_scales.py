@@ -22,11 +22,10 @@ def scheme_of(kind: Any, group_size: int, **options: object) -> Any:
     return kind(group_size, True, **{kind.factors.option: True}, **options)
 
 
-def mm(kind: Any, x: Tensor, packed: Any, *arguments: object) -> Tensor:
-    """``arguments``: bias, sizes, scales of rows."""
-    bias, *sizes = arguments
+def mm(kind: Any, x: Tensor, packed: Any, row_scales: Tensor, *sizes: int) -> Tensor:
     sums = (None,) if kind is INT8 else ()
-    return getattr(torch.ops.qao, f"{kind.word}_mm")(x, packed.qweight, packed.scales, bias, *sums, *sizes)
+    operator = getattr(torch.ops.qao, f"{kind.word}_mm")
+    return operator(x, packed.qweight, packed.scales, None, *sums, row_scales, *sizes)  # type: ignore[no-any-return]
 
 
 def are_factors(kind: Any, scales: Tensor, rows: Tensor) -> bool:
@@ -110,7 +109,7 @@ def test_a_layer_multiplies_with_the_weight_it_has(group_size: int, m: int, devi
         size = (q.double().abs() + 128).mul(scales.double()) @ dense.abs().t() + 1
         assert ((layer(x).double() - expected).abs() <= 2.0**-20 * size).all()
         plain = torch.ops.qao.int8_int4_mm(
-            x, layer.qweight, layer.scales, layer.bias, layer.weight_sums, 72, 416, group_size
+            x, layer.qweight, layer.scales, layer.bias, layer.weight_sums, None, 72, 416, group_size
         )
         assert ((layer(x) - plain).double().abs() <= 2.0**-20 * size).all()
 
@@ -140,7 +139,7 @@ def test_fast_accumulation_is_near(dtype: torch.dtype, group_size: int, m: int, 
     """The tensor cores' short accumulator keeps 13 bits, over 32 columns per instruction; enabled by an argument."""
     scheme = scheme_of(FP8, group_size, fast_accum=True)
     layer = qao.QuantLinear.from_linear(nn.Linear(k, n, device=device, dtype=dtype), scheme)
-    assert layer._constants[5] is True and "fast accumulation" in repr(layer)
+    assert layer._constants[-2:] == (False, True) and "fast accumulation" in repr(layer)
     x = torch.randn(m, k, device=device, dtype=dtype)
     q, scales = torch.ops.qao.fp8_quantize(x, -1, None)
     seen, dense = q.view(torch.float8_e4m3fn).double() * scales.double(), layer.dequantize(torch.float64)
@@ -178,7 +177,7 @@ def test_wrong_row_scales_do_no_harm(kind: Any, m: int, device: str) -> None:
     x = torch.randn(m, 320, device=device)
     for wrong in (0.0, -1.0, 1e-30, float("inf"), float("nan")):
         rows = torch.full((40,), wrong, device=device)
-        y = mm(kind, x, packed, None, 40, 320, 64, rows)
+        y = mm(kind, x, packed, rows, 40, 320, 64)
         assert y.shape == (m, 40)
 
 
@@ -193,10 +192,10 @@ def test_errors_name_what_is_wrong(kind: Any) -> None:
     x = torch.randn(2, 64)
     for rows in (torch.ones(39), torch.ones(40, dtype=torch.float64), torch.ones(40, 1)):
         with pytest.raises(RuntimeError, match=r"int4_mm: row_scales must be float32 of shape \[out_features\]"):
-            mm(kind, x, packed, None, 40, 64, 32, rows)
+            mm(kind, x, packed, rows, 40, 64, 32)
     asymmetric = kind(32).quantize(weight_of(40, 64, "cpu"))
     with pytest.raises(RuntimeError, match="row_scales are for a weight without zero points"):
-        mm(kind, x, asymmetric, None, 40, 64, 32, torch.ones(40))
+        mm(kind, x, asymmetric, torch.ones(40), 40, 64, 32)
     plain = kind(symmetric=True)
     q, scales, _ = plain.unpack(*plain.quantize(weight_of(40, 256, "cpu"))[:2], 40, 256)
     expected = re.escape(f"scales of row 0 of 40 are not {kind.factors.allowed} times one scale, as {option}")
@@ -270,7 +269,7 @@ def test_the_operator_passes_opcheck_and_has_gradients(kind: Any, device: str) -
     packed = scheme_of(kind, 64).quantize(weight_of(40, 200, device))
     x = torch.randn(3, 200, device=device)
     sums = (None,) if kind is INT8 else ()
-    arguments = (x, packed.qweight, packed.scales, None, *sums, 40, 200, 64, packed.row_scales)
+    arguments = (x, packed.qweight, packed.scales, None, *sums, packed.row_scales, 40, 200, 64)
     torch.library.opcheck(getattr(torch.ops.qao, f"{kind.word}_mm").default, arguments)
     layer = qao.QuantLinear.from_linear(nn.Linear(200, 40, device=device), scheme_of(kind, 64))
     x.requires_grad_()

@@ -25,7 +25,7 @@ def activation(scheme: Scheme) -> Activation:
         return Activation()
     if scheme.weights == "int4":
         return Activation("fp8", beside_int4=True)
-    group_size = scheme.constants(1, 1)[0]
+    group_size, *_ = scheme.options(1) or (-1,)
     return Activation("fp8", group_size=group_size, static_scale=scheme.activation_scale)
 
 

@@ -163,8 +163,8 @@ def _add_rms_norm_int4_mm(device: str) -> float:
     for tokens in _TOKENS:
         x, residual = _random(tokens, _K, device=device), _random(tokens + 1, _K, device=device)[1:]
         expected = reference.mm(reference.rms_norm(x + residual, None, 1e-6), dense)
-        weight = packed.qweight, packed.scales, None, *scheme.constants(_N, _K)
-        errors.append(_distance(qao.add_rms_norm_int4_mm(x, residual, None, 1e-6, *weight, False)[0], expected))
+        weight, sizes = (packed.qweight, packed.scales, None), scheme.sizes(_N, _K)
+        errors.append(_distance(qao.add_rms_norm_int4_mm(x, residual, None, *weight, 1e-6, *sizes, False)[0], expected))
     return max(errors)
 
 
@@ -267,7 +267,7 @@ def _dequantize_int4(device: str) -> float:
 
 def _embedding(device: str, scheme: Scheme) -> float:
     packed, ids = scheme.quantize(_random(_N, _K, device=device)), torch.arange(_N - 1, -1, -3, device=device)
-    rows = ops.EMBEDDINGS[scheme.weights](ids, *packed[:2], *scheme.constants(_N, _K), torch.float32)
+    rows = ops.EMBEDDINGS[scheme.weights](ids, *packed[:2], *scheme.sizes(_N, _K), torch.float32)
     return _distance(rows, scheme.dequantize(*packed[:2], _N, _K, torch.float32)[ids])
 
 

@@ -68,7 +68,6 @@ class QuantEmbedding(PackedModule):
             kernel_dtype,
         )
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self._constants = scheme.constants(num_embeddings, embedding_dim)
         if isinstance(embed_scale, Tensor):
             self.register_buffer("embed_scale", embed_scale, persistent=False)
         else:
@@ -134,7 +133,7 @@ class QuantEmbedding(PackedModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         gather = ops.EMBEDDINGS[self.scheme.weights]
-        rows = gather(ids, self.qweight, self.scales, *self._constants, self.dtype)
+        rows = gather(ids, self.qweight, self.scales, *self.scheme.sizes(*self._sizes), self.dtype)
         scale = self.embed_scale
         if scale is None:
             return rows

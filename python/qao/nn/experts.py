@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.grouped_autograd import Gate
-from ..ops.rotation import with_row_scales
 from ..schemes import PackedWeight, Scheme, stacked
 from . import marker
 from .eligibility import projections_of
@@ -25,12 +24,6 @@ from .packed_module import PackedModule, frozen
 _autocasts = torch._C._is_any_autocast_enabled
 
 _OPERATORS = {operator._schema.name.removeprefix("qao::"): operator for operator in ops.GROUPED}
-
-_OTHERS = {  # further tensor arguments of a scheme's operator after weight, scales and bias
-    "int8_int8": ("weight_sums",),
-    "int8_int4": ("weight_sums",),
-    "fp8_fp8": ("activation_scale",),
-}
 
 
 def has_grouped_product(scheme: Scheme) -> bool:
@@ -65,7 +58,6 @@ class QuantProjection(PackedModule):
         self.experts = experts  # needed by the check of the packed tensors
         super().__init__(out_features, in_features, scheme, packed, dtype, bias=bias)
         self.out_features, self.in_features = out_features, in_features
-        self._constants = scheme.constants(out_features, in_features)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,13 +74,11 @@ class QuantProjection(PackedModule):
         """y [S, N], or [S, N / 2] with a gate; arguments as in ``qao.ops.int4_grouped_mm``, for every scheme."""
         if _autocasts():
             x = QuantLinear.autocast(x)
-        word, tensors = self.scheme.word, self._parameters
-        constants: tuple[Any, ...] = self._constants
-        constants = with_row_scales(constants, tensors["row_scales"])
-        others = (tensors[name] for name in _OTHERS.get(word, ()))
+        tensors = self._parameters
+        others = (tensors[name] for name in self.scheme.operands)
         return ops.grouped_product(
-            _OPERATORS[f"{word}_grouped_mm"],
-            constants,
+            _OPERATORS[f"{self.scheme.word}_grouped_mm"],
+            self._constants,
             x,
             tensors["qweight"],  # type: ignore[arg-type]
             tensors["scales"],  # type: ignore[arg-type]

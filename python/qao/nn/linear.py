@@ -67,7 +67,7 @@ class QuantLinear(PackedModule):
         super().__init__(out_features, in_features, scheme, packed, dtype or given.dtype, bias=bias)
         self.in_features = in_features
         self.out_features = out_features
-        self._mm, self._constants = scheme.mm, scheme.needed_constants(out_features, in_features)
+        self._mm = scheme.mm
 
     @classmethod
     @modes.neutral(defaults=False)

@@ -58,7 +58,7 @@ class PackedModule(Updatable, nn.Module):
         cuda_build.warn_once()
         self.scheme = scheme.fitted(k)
         self.dtype = dtype
-        self._sizes = n, k
+        self._sizes, self._constants = (n, k), self.scheme.constants(n, k)
         self._check_packed(packed)
         for name, tensor in {**others, "scales": packed.scales, **packed.tensors()}.items():
             self.register_parameter(name, None if tensor is None else frozen(tensor))
@@ -440,6 +440,7 @@ class PackedModule(Updatable, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._constants = self.scheme.constants(*self._sizes)  # their order may be that of an earlier version
         self._freeze()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .batch_invariant import MODE
+from .signature import check_order
 
 _qao = torch.ops.qao
 
@@ -142,10 +143,10 @@ def add_rms_norm_int4_mm(
     x: Tensor,
     residual: Tensor | None,
     norm_weight: Tensor | None,
-    eps: float,
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
+    eps: float,
     out_features: int,
     in_features: int,
     group_size: int,
@@ -158,5 +159,6 @@ def add_rms_norm_int4_mm(
     Returns:
         y [..., N], or [..., N / 2] if gated, and h [..., K], in x's dtype.
     """
-    sizes = out_features, in_features, group_size
-    return _qao.add_rms_norm_int4_mm.default(x, residual, norm_weight, eps, weight, scales, bias, *sizes, gated)  # type: ignore[no-any-return]
+    check_order("add_rms_norm_int4_mm", weight=weight)
+    numbers = eps, out_features, in_features, group_size, gated
+    return _qao.add_rms_norm_int4_mm.default(x, residual, norm_weight, weight, scales, bias, *numbers)  # type: ignore[no-any-return]

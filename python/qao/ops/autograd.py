@@ -1,6 +1,6 @@
 """Autograd of the dense GEMMs: backward, forward-mode, torch.func and torch.compile.
 
-Every GEMM is ``operator(x, weight, scales, bias, *rest)``, y = x · Wᵀ + bias, with gradients to x and bias;
+Every GEMM is ``operator(x, weight, scales, bias, *others, *numbers)``, y = x · Wᵀ + bias, with gradients to x and bias;
 quantization of x counts as the identity (straight-through). The raw operators have no autograd. If a gradient is
 needed, ``product`` selects one of three wrappers: _Product, _Transformed or an operator of TRACED.
 """
@@ -8,7 +8,6 @@ needed, ``product`` selects one of three wrappers: _Product, _Transformed or an 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from .._version import __version__
-from .batch_invariant import MODE, note_arguments, with_mode
-from .rotation import note_rotation, rotated, rotation_among
+from .batch_invariant import MODE
+from .rotation import rotated
+from .signature import SIGNATURES, invariant, note_signature, rotation_among, sizes_among
 
 _qao = torch.ops.qao
 # The innermost transform of torch.func, or None. Callers compare types: Dynamo evaluates those without a graph node.
@@ -25,7 +25,7 @@ _innermost = torch._C._functorch.peek_interpreter_stack
 _NONE: Any = type(None)
 _is_grad_enabled, _is_dynamo_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 
-# Each GEMM with the function that dequantizes W from (weight, scales, dtype, *rest). ``differentiable`` fills it.
+# Each GEMM with the function that dequantizes W from (weight, scales, dtype, *sizes). ``differentiable`` fills it.
 DENSE: dict[Any, Callable[..., Tensor]] = {}
 
 # ---- eager -----------------------------------------------------------------------------------------------------------
@@ -87,9 +87,11 @@ def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
             f"{operator._schema.name}: weight or scales have been modified by an inplace operation since the forward "
             f"pass of this gradient. Got weight {list(weight.shape)}, scales {list(scales.shape)}. Run it again."
         )
-    if size := rotation_among(operator, operands):
-        return rotated(DENSE[operator](weight, scales, torch.float32, *operands[3:]), size).to(dtype)
-    return DENSE[operator](weight, scales, dtype, *operands[3:])
+    numbers = operands[SIGNATURES[operator].tensors - 1 :]  # operands start after x
+    sizes = sizes_among(operator, numbers)
+    if size := rotation_among(operator, numbers):
+        return rotated(DENSE[operator](weight, scales, torch.float32, *sizes), size).to(dtype)
+    return DENSE[operator](weight, scales, dtype, *sizes)
 
 
 # ---- forward-mode and torch.func -------------------------------------------------------------------------------------
@@ -145,10 +147,8 @@ class _Transformed(Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
         x, bias, weight, scales, operator, *rest = arguments
         of_x, of_bias, of_weight, of_scales, _, *of_rest = in_dims
-        operands = with_mode(operator, (x, weight, scales, bias, *rest), False)
-        added = (None,) * (len(operands) - 4 - len(rest))
-        dims = of_x, of_weight, of_scales, of_bias, *of_rest, *added
-        return batched(partial(product, operator, ()), operator, info.batch_size, dims, *operands)
+        dims = of_x, of_weight, of_scales, of_bias, *of_rest
+        return batched(_whole(operator), operator, info.batch_size, dims, x, weight, scales, bias, *rest)
 
 
 def batched(
@@ -200,12 +200,10 @@ def traced(operator: Any, function: Callable[..., Any]) -> Any:
     return getattr(torch.ops.qao_with_grad, name).default
 
 
-def _traced_product(operator: Any) -> Any:
-    def impl(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        x, weight, scales, bias, *given = with_mode(operator, (x, weight, scales, bias, *rest), False)
-        return product(operator, tuple(given), x, weight, scales, bias)
-
-    return traced(operator, impl)
+def _whole(operator: Any) -> Callable[..., Tensor]:
+    """``product`` with the arguments of the operator."""
+    tensors = SIGNATURES[operator].tensors
+    return lambda *arguments: product(operator, arguments[tensors:], *arguments[:tensors])
 
 
 _library = torch.library.Library("qao_with_grad", "FRAGMENT")
@@ -213,10 +211,9 @@ TRACED: dict[Any, Any] = {}
 
 
 def differentiable(operator: Any, dense: Callable[..., Tensor]) -> Any:
-    """Registers a GEMM for autograd and returns it. ``dense`` makes W from (weight, scales, dtype, *rest)."""
-    note_arguments(operator)
-    note_rotation(operator)
-    DENSE[operator], TRACED[operator] = dense, _traced_product(operator)
+    """Registers a GEMM for autograd and returns it. ``dense`` makes W from (weight, scales, dtype, *sizes)."""
+    note_signature(operator)
+    DENSE[operator], TRACED[operator] = dense, traced(operator, _whole(operator))
     return operator
 
 
@@ -231,10 +228,12 @@ def product(
 ) -> Tensor:
     """Differentiable ``operator(x, weight, scales, bias, *others, *constants)`` with an operator of DENSE.
 
+    ``others``: further tensors; all of them, some may be None, if there are ``constants``.
+
     Layers call it directly: a wrapper adds 1 % to the function calls that compile a layer.
     """
     if MODE.on:
-        constants = with_mode(operator, (x, weight, scales, bias, *others, *constants), True)[4 + len(others) :]
+        others, constants = invariant(operator, others, constants)
     if type(_innermost()) is not _NONE or forward_ad._current_level >= 0:
         _break_graph()
         return _Transformed.apply(x, bias, weight, scales, operator, *others, *constants)  # type: ignore[no-untyped-call, no-any-return]

@@ -7,7 +7,6 @@ graph keeps the mode of its capture.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
 
 
 class _Mode:
@@ -39,27 +38,3 @@ class batch_invariant:  # noqa: N801  # used as a function, as torch.no_grad is
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         MODE.on = self.before
-
-
-_DEFAULTS: dict[Any, tuple[Any, ...]] = {}  # of an operator's arguments up to batch_invariant; None: no default
-
-
-def note_arguments(operator: Any) -> None:
-    """Registers a GEMM operator for ``with_mode``."""
-    arguments = operator._schema.arguments
-    position = [argument.name for argument in arguments].index("batch_invariant")
-    _DEFAULTS[operator] = tuple(argument.default_value for argument in arguments[: position + 1])
-
-
-def with_mode(operator: Any, arguments: tuple[Any, ...], mode: bool) -> tuple[Any, ...]:
-    """A GEMM's arguments with ``batch_invariant`` set if the caller or ``mode`` sets it."""
-    defaults = _DEFAULTS[operator]
-    position = len(defaults) - 1
-    if len(arguments) <= position:
-        return *arguments, *defaults[len(arguments) : position], mode
-    return *arguments[:position], arguments[position] or mode, *arguments[position + 1 :]
-
-
-def unless_default(batch_invariant: bool, *others: Any) -> tuple[Any, ...]:
-    """``batch_invariant`` and the arguments after it, or an empty tuple if all are defaults."""
-    return (batch_invariant, *others) if batch_invariant or any(others) else ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,25 +24,14 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
 
 
-def _sizes(rest: tuple[Any, ...]) -> list[Any]:
-    """N, K and group_size, the first numbers among a GEMM's arguments; empty if the caller omitted them."""
-    sizes = [value for value in rest if not (value is None or isinstance(value, (Tensor, bool)))][:3]
-    return sizes if any(sizes) else []
+# ---- packed formats: (weight, scales, dtype, *sizes) -> W; N, K and group_size are inferred if they are omitted ----
 
 
-def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    sizes = _sizes(rest) or int4_sizes(weight, scales)
-    return torch.ops.qao.dequantize_int4.default(weight, scales, *sizes, dtype)  # type: ignore[no-any-return]
+def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *sizes: int) -> Tensor:
+    n, k, group_size = sizes or int4_sizes(weight, scales)
+    return torch.ops.qao.dequantize_int4.default(weight, scales, n, k, group_size, dtype)  # type: ignore[no-any-return]
 
 
-def dense_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    return dequantize_int8(weight, scales, dtype)
-
-
-def dense_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    return dequantize_fp8(weight, scales, dtype)
-
-
-def dense_fp4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    n, k, group_size = _sizes(rest) or fp4_sizes(weight, scales)
+def dense_fp4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *sizes: int) -> Tensor:
+    n, k, group_size = sizes or fp4_sizes(weight, scales)
     return dequantize_fp4(weight, scales, n, k, group_size, dtype)

@@ -20,31 +20,37 @@ def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = Non
     return torch.empty((*x.shape[:-1], last), dtype=dtype or x.dtype, device=x.device)
 
 
-def _rows(x: Tensor, row_index: Tensor | None, last: int | torch.SymInt, rest: Sequence[Any]) -> Tensor:
-    count = (x if row_index is None else row_index).shape[0]
-    gated = any(isinstance(value, Sequence) for value in rest)
-    return torch.empty((count, last // 2 if gated else last), dtype=x.dtype, device=x.device)
-
-
 def _groups(k: int, group_size: int) -> int:
     return 1 if group_size <= 0 else (k + group_size - 1) // group_size  # the operator itself rejects invalid sizes
 
 
-def _register_product(operator: Any) -> None:
-    """Fake kernel of a GEMM, y [..., N]: N and dtype come from ``out_features``, ``out_dtype`` or from W and x."""
-    names = [argument.name for argument in operator._schema.arguments]
-    rows, dtype = (names.index(name) if name in names else None for name in ("out_features", "out_dtype"))
+def _register_product(name: str) -> None:
+    """Fake kernel of a GEMM, by its schema: y [..., N], or [S, N] and with a gate [S, N / 2] if it is grouped."""
+    arguments = getattr(torch.ops.qao, name).default._schema.arguments
+    places = {argument.name: place for place, argument in enumerate(arguments)}
+    packed, grouped = "out_features" in places, "offsets" in places
 
-    @fake_kernel(operator._schema.name.removeprefix("qao::"))
+    @fake_kernel(name)
     def _(*given: Any) -> Tensor:
-        x, n = given[0], given[rows] if rows is not None and len(given) > rows else 0
-        if n == 0:  # inferred from the weight
-            n = given[names.index("weight")].shape[0] * (1 if rows is None else TILE_N)
-        return _like_x(x, n, None if dtype is None else given[dtype])
+        def argument(name: str) -> Any:  # trailing defaults may be left out
+            return given[places[name]] if name in places and places[name] < len(given) else None
+
+        x, n = given[0], argument("out_features")
+        if n is None or n == 0:  # inferred from the weight
+            n = argument("weight").shape[1 if grouped else 0] * (TILE_N if packed else 1)
+        if not grouped:
+            return _like_x(x, n, argument("out_dtype"))
+        rows, gate = argument("row_index"), argument("gate")
+        count = (x if rows is None else rows).shape[0]
+        return torch.empty((count, n if gate is None else n // 2), dtype=x.dtype, device=x.device)
 
 
-for _product in (*DENSE, torch.ops.qao.int8_scaled_mm.default, torch.ops.qao.fp8_scaled_mm.default):
-    _register_product(_product)
+for _dense in DENSE:
+    _word = _dense._schema.name.removeprefix("qao::").removesuffix("_mm")
+    _register_product(f"{_word}_mm")
+    _register_product(f"{_word}_grouped_mm")
+_register_product("int8_scaled_mm")
+_register_product("fp8_scaled_mm")
 
 
 def _register_merged(operator: Any) -> None:
@@ -75,48 +81,16 @@ def _(
     x: Tensor,
     residual: Tensor | None,
     norm_weight: Tensor | None,
-    eps: float,
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
+    eps: float,
     out_features: int,
     in_features: int,
     group_size: int,
     gated: bool,
 ) -> tuple[Tensor, Tensor]:
     return _like_x(x, out_features // 2 if gated else out_features), _like_x(x, x.shape[-1])
-
-
-@fake_kernel("int4_grouped_mm")
-@fake_kernel("fp4_grouped_mm")
-@fake_kernel("int8_int4_grouped_mm")
-@fake_kernel("fp8_int4_grouped_mm")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    *rest: Any,
-) -> Tensor:
-    return _rows(x, row_index, next(value for value in rest if not (value is None or isinstance(value, Tensor))), rest)
-
-
-@fake_kernel("int8_grouped_mm")
-@fake_kernel("fp8_grouped_mm")
-@fake_kernel("int8_int8_grouped_mm")
-@fake_kernel("fp8_fp8_grouped_mm")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    *rest: Any,
-) -> Tensor:
-    return _rows(x, row_index, weight.shape[1], rest)
 
 
 @fake_kernel("expert_sort")

@@ -36,27 +36,24 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .autograd import DENSE, traced, transformed
-from .batch_invariant import MODE, note_arguments, with_mode
+from .batch_invariant import MODE
 from .grouped_backward import bounds_of, define_rows
 from .norm_act import silu_mul, swiglu
-from .rotation import note_rotation, rotated, rotation_among
+from .rotation import rotated
+from .signature import SIGNATURES, invariant, note_signature, rotation_among, sizes_among
 
 _qao = torch.ops.qao
 
 Gate = Sequence[float]  # alpha, limit, shift, interleaved
 SILU_MUL: Gate = (1.0, math.inf, 0.0, False)
 
-# Each grouped operator with the function that dequantizes one expert's W [N, K] from (weight, scales, dtype, *rest).
+# Each grouped operator with the function that dequantizes one expert's W [N, K] from (weight, scales, dtype, *sizes).
 _NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm": w for op, w in DENSE.items()}
 GROUPED: dict[Any, Callable[..., Tensor]] = {
     getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
-_FIRST = 7  # arguments that all operators share, up to router_weights
-_BEFORE_GATE: dict[Any, tuple[Any, ...]] = {}  # defaults of the arguments between router_weights and gate
 for _operator in GROUPED:
-    note_arguments(_operator)
-    note_rotation(_operator)
-    _BEFORE_GATE[_operator] = tuple(argument.default_value for argument in _operator._schema.arguments[_FIRST:-1])
+    note_signature(_operator)
 define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()})
 
 
@@ -74,8 +71,9 @@ class _Grouped(Function):
         ctx.save_for_backward(
             x if router_weights is not None else None, bias, router_weights, weight, scales, offsets, row_index
         )
-        ctx.operator, ctx.sizes = operator._schema.name, [value for value in others if type(value) is int][:3]
-        ctx.rotation = rotation_among(operator, (weight, scales, bias, offsets, row_index, router_weights, *others))
+        numbers = tuple(others[SIGNATURES[operator].others :])
+        ctx.operator, ctx.sizes = operator._schema.name, sizes_among(operator, numbers)
+        ctx.rotation = rotation_among(operator, numbers)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
 
     @staticmethod
@@ -124,24 +122,12 @@ def _members(grad: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _traced(operator: Any) -> Any:
-    def impl(
-        x: Tensor,
-        weight: Tensor,
-        scales: Tensor,
-        bias: Tensor | None,
-        offsets: Tensor,
-        row_index: Tensor | None,
-        router_weights: Tensor | None,
-        *rest: Any,
-    ) -> Tensor:
-        others = len(_BEFORE_GATE[operator])
-        gate = rest[others] if len(rest) > others else None
-        given = with_mode(
-            operator, (x, weight, scales, bias, offsets, row_index, router_weights, *rest[:others]), False
-        )
-        return grouped_product(
-            operator, given[_FIRST:], x, weight, scales, bias, offsets, row_index, router_weights, gate=gate
-        )
+    tensors, _, names, _ = SIGNATURES[operator]
+    last = tensors + len(names) - 1  # gate
+
+    def impl(*arguments: Any) -> Tensor:
+        gate = arguments[last] if len(arguments) > last else None
+        return grouped_product(operator, arguments[tensors:last], *arguments[:tensors], gate=gate)
 
     return traced(operator, impl)
 
@@ -177,10 +163,9 @@ def grouped_product(
     gate: Gate | None = None,
 ) -> Tensor:
     """Differentiable ``operator(x, weight, scales, bias, offsets, row_index, router_weights, *others, *constants,
-    gate)``, an operator of GROUPED."""
-    rest = (*others, *constants)
+    gate=gate)``, an operator of GROUPED; ``others`` as for ``product``."""
     if MODE.on:
-        rest = with_mode(operator, (x, weight, scales, bias, offsets, row_index, router_weights, *rest), True)[_FIRST:]
+        others, constants = invariant(operator, others, constants)
     wanted = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, bias, router_weights)
     )
@@ -188,14 +173,13 @@ def grouped_product(
     if differentiated and not torch.compiler.is_dynamo_compiling():
 
         def apply(router_weights: Tensor | None) -> Tensor:
-            arguments = (x, bias, router_weights, weight, scales, operator, offsets, row_index, *rest)
+            arguments = (x, bias, router_weights, weight, scales, operator, offsets, row_index, *others, *constants)
             return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
         return apply(router_weights) if gate is None else _in_pieces(apply, router_weights, gate)
-    if gate is not None:
-        rest = (*rest, *_BEFORE_GATE[operator][len(rest) :], gate)
-    called = TRACED[operator] if differentiated else operator
-    return called(x, weight, scales, bias, offsets, row_index, router_weights, *rest)
+    called: Any = TRACED[operator] if differentiated else operator
+    gated = {} if gate is None else {"gate": gate}
+    return called(x, weight, scales, bias, offsets, row_index, router_weights, *others, *constants, **gated)  # type: ignore[no-any-return]
 
 
 torch.fx.wrap("grouped_product")  # one node in fx.symbolic_trace: it selects the autograd path at run time

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .autograd import _library
 from .dequantize import dense_int4
+from .packed_shape import int4_sizes
 
 Dense = Callable[..., Tensor]
 _TILE_ROWS = 16, 256  # minimum and maximum per tile
@@ -104,5 +105,6 @@ def _stacked(weight: Tensor, scales: Tensor, dtype: torch.dtype, n: int, dense: 
     if dense is not dense_int4:
         return torch.stack([dense(w, s, dtype, *sizes) for w, s in zip(weight, scales, strict=True)])
     rows = weight.shape[1] * _PACKED_ROWS  # packed rows of several experts form one larger weight
-    together: Any = dense(weight.flatten(0, 1), scales.flatten(0, 1), dtype, len(weight) * rows, *sizes[-2:])
+    _, k, group_size = sizes or int4_sizes(weight[0], scales[0])
+    together: Any = dense(weight.flatten(0, 1), scales.flatten(0, 1), dtype, len(weight) * rows, k, group_size)
     return together.view(len(weight), rows, -1)[:, :n]  # type: ignore[no-any-return]

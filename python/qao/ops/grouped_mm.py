@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import _moved
-from .batch_invariant import unless_default
 from .grouped_autograd import Gate, grouped_product
+from .signature import check_order
 
 _qao = torch.ops.qao
 
@@ -34,14 +34,14 @@ def int4_grouped_mm(
     offsets: Tensor,
     row_index: Tensor | None,
     router_weights: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int4_mm``."""
-    constants = out_features, in_features, group_size, *unless_default(batch_invariant)
+    constants = out_features, in_features, group_size, batch_invariant
     return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
 
 
@@ -54,14 +54,14 @@ def fp4_grouped_mm(
     offsets: Tensor,
     row_index: Tensor | None,
     router_weights: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp4_mm``."""
-    constants = out_features, in_features, group_size, *unless_default(batch_invariant)
+    constants = out_features, in_features, group_size, batch_invariant
     return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
 
 
@@ -78,7 +78,7 @@ def int8_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_mm``."""
-    arguments = INT8, unless_default(batch_invariant), x, weight, scales, bias, offsets, row_index, router_weights
+    arguments = INT8, (batch_invariant,), x, weight, scales, bias, offsets, row_index, router_weights
     return grouped_product(*arguments, gate=gate)
 
 
@@ -95,7 +95,7 @@ def fp8_grouped_mm(
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_mm``."""
-    arguments = FP8, unless_default(batch_invariant), x, weight, scales, bias, offsets, row_index, router_weights
+    arguments = FP8, (batch_invariant,), x, weight, scales, bias, offsets, row_index, router_weights
     return grouped_product(*arguments, gate=gate)
 
 
@@ -108,13 +108,13 @@ def int8_int8_grouped_mm(
     offsets: Tensor,
     row_index: Tensor | None,
     router_weights: Tensor | None,
-    weight_sums: Tensor | None,
+    weight_sums: Tensor | None = None,
     batch_invariant: bool = False,
     x_rotation: int = 0,
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_int8_mm``."""
-    constants = unless_default(batch_invariant, x_rotation)
+    constants = batch_invariant, x_rotation
     arguments = INT8_INT8, constants, x, weight, scales, bias, offsets, row_index, router_weights, weight_sums
     return grouped_product(*arguments, gate=gate)
 
@@ -128,19 +128,20 @@ def int8_int4_grouped_mm(
     offsets: Tensor,
     row_index: Tensor | None,
     router_weights: Tensor | None,
-    weight_sums: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
+    weight_sums: Tensor | None = None,
     row_scales: Tensor | None = None,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
     batch_invariant: bool = False,
     x_rotation: int = 0,
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.int8_int4_mm``; ``row_scales`` is [E, N]."""
-    constants = out_features, in_features, group_size, row_scales, *unless_default(batch_invariant, x_rotation)
-    arguments = INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, weight_sums
-    return grouped_product(*arguments, gate=gate)
+    check_order("int8_int4_grouped_mm", row_scales=row_scales)
+    constants = out_features, in_features, group_size, batch_invariant, x_rotation
+    routing, others = (offsets, row_index, router_weights), (weight_sums, row_scales)
+    return grouped_product(INT8_INT4, constants, x, weight, scales, bias, *routing, *others, gate=gate)
 
 
 @_renamed
@@ -152,14 +153,14 @@ def fp8_fp8_grouped_mm(
     offsets: Tensor,
     row_index: Tensor | None,
     router_weights: Tensor | None,
-    x_scale: Tensor | None,
-    x_group_size: int,
-    fast_accum: bool,
+    x_scale: Tensor | None = None,
+    x_group_size: int = -1,
+    fast_accum: bool = False,
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_fp8_mm``; all experts share ``x_scale``, float32 [1]."""
-    constants = x_group_size, fast_accum, *unless_default(batch_invariant)
+    constants = x_group_size, fast_accum, batch_invariant
     arguments = FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, router_weights, x_scale
     return grouped_product(*arguments, gate=gate)
 
@@ -173,14 +174,16 @@ def fp8_int4_grouped_mm(
     offsets: Tensor,
     row_index: Tensor | None,
     router_weights: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
     row_scales: Tensor | None = None,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
     batch_invariant: bool = False,
     fast_accum: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
     """Grouped GEMM of ``qao.ops.fp8_int4_mm``; ``row_scales`` is [E, N]."""
-    constants = out_features, in_features, group_size, row_scales, *unless_default(batch_invariant, fast_accum)
-    return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
+    check_order("fp8_int4_grouped_mm", row_scales=row_scales)
+    constants = out_features, in_features, group_size, batch_invariant, fast_accum
+    arguments = FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, row_scales
+    return grouped_product(*arguments, gate=gate)

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from . import library  # noqa: F401  # loads the operators
 from .autograd import differentiable, product
-from .batch_invariant import unless_default
-from .dequantize import dense_fp4, dense_fp8, dense_int4, dense_int8
+from .dequantize import dense_fp4, dense_int4, dequantize_fp8, dequantize_int8
 from .gguf import gguf_embedding
+from .signature import check_order
 from .weight_ops import int4_embedding, int8_embedding
 
 # Operators that layers pass to ``product``. Modules that ``qao.ops`` imports later iterate over DENSE.
 INT4 = differentiable(torch.ops.qao.int4_mm.default, dense_int4)
-INT8 = differentiable(torch.ops.qao.int8_mm.default, dense_int8)
-FP8 = differentiable(torch.ops.qao.fp8_mm.default, dense_fp8)
+INT8 = differentiable(torch.ops.qao.int8_mm.default, dequantize_int8)
+FP8 = differentiable(torch.ops.qao.fp8_mm.default, dequantize_fp8)
 FP4 = differentiable(torch.ops.qao.fp4_mm.default, dense_fp4)
-INT8_INT8 = differentiable(torch.ops.qao.int8_int8_mm.default, dense_int8)
+INT8_INT8 = differentiable(torch.ops.qao.int8_int8_mm.default, dequantize_int8)
 INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int4)
-FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
+FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dequantize_fp8)
 FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 
 torch.fx.wrap("product")  # one node in fx.symbolic_trace: it selects the autograd path at run time
@@ -51,7 +51,7 @@ def int4_mm(
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an int4 weight."""
-    constants = out_features, in_features, group_size, *unless_default(batch_invariant)
+    constants = out_features, in_features, group_size, batch_invariant
     return product(INT4, constants, x, weight, scales, bias)
 
 
@@ -63,7 +63,7 @@ def int8_mm(
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an int8 weight."""
-    return product(INT8, unless_default(batch_invariant), x, weight, scales, bias)
+    return product(INT8, (batch_invariant,), x, weight, scales, bias)
 
 
 def fp8_mm(
@@ -74,7 +74,7 @@ def fp8_mm(
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an fp8 weight."""
-    return product(FP8, unless_default(batch_invariant), x, weight, scales, bias)
+    return product(FP8, (batch_invariant,), x, weight, scales, bias)
 
 
 def fp4_mm(
@@ -88,7 +88,7 @@ def fp4_mm(
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an fp4 weight: ``group_size`` 32 is MXFP4, 16 NVFP4."""
-    constants = out_features, in_features, group_size, *unless_default(batch_invariant)
+    constants = out_features, in_features, group_size, batch_invariant
     return product(FP4, constants, x, weight, scales, bias)
 
 
@@ -107,7 +107,7 @@ def int8_int8_mm(
     point per token; None: symmetric. ``x_rotation``: block size of a Hadamard rotation; the operator quantizes
     ``hadamard(x, x_rotation)``, and the columns of W are rotated in the same way; 0: no rotation.
     """
-    return product(INT8_INT8, unless_default(batch_invariant, x_rotation), x, weight, scales, bias, weight_sums)
+    return product(INT8_INT8, (batch_invariant, x_rotation), x, weight, scales, bias, weight_sums)
 
 
 def int8_int4_mm(
@@ -116,10 +116,10 @@ def int8_int4_mm(
     scales: Tensor,
     bias: Tensor | None,
     weight_sums: Tensor | None = None,
+    row_scales: Tensor | None = None,
     out_features: int = 0,
     in_features: int = 0,
     group_size: int = 0,
-    row_scales: Tensor | None = None,
     batch_invariant: bool = False,
     x_rotation: int = 0,
 ) -> Tensor:
@@ -129,10 +129,9 @@ def int8_int4_mm(
     times its row's scale. The result is the same except for rounding, and on Hopper the GEMM of many tokens needs no
     scaling per group. Other ratios give wrong results there.
     """
-    constants = out_features, in_features, group_size
-    others = unless_default(batch_invariant, x_rotation)
-    last = (*constants, row_scales, *others) if row_scales is not None or others else constants
-    return product(INT8_INT4, last, x, weight, scales, bias, weight_sums)
+    check_order("int8_int4_mm", row_scales=row_scales)
+    constants = out_features, in_features, group_size, batch_invariant, x_rotation
+    return product(INT8_INT4, constants, x, weight, scales, bias, weight_sums, row_scales)
 
 
 def fp8_fp8_mm(
@@ -151,7 +150,7 @@ def fp8_fp8_mm(
     0 per tensor. ``x_scale``: float32 [1], the static per-tensor scale. ``fast_accum``: GPUs may accumulate more than
     128 columns in the tensor core's short accumulator.
     """
-    constants = x_group_size, fast_accum, *unless_default(batch_invariant)
+    constants = x_group_size, fast_accum, batch_invariant
     return product(FP8_FP8, constants, x, weight, scales, bias, x_scale)
 
 
@@ -160,10 +159,10 @@ def fp8_int4_mm(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
+    row_scales: Tensor | None = None,
     out_features: int = 0,
     in_features: int = 0,
     group_size: int = 0,
-    row_scales: Tensor | None = None,
     batch_invariant: bool = False,
     fast_accum: bool = False,
 ) -> Tensor:
@@ -173,7 +172,6 @@ def fp8_int4_mm(
     either sign, as factors. ``fast_accum``: with these, or one group per row, GPUs may accumulate more than
     128 columns in the tensor core's short accumulator.
     """
-    constants = out_features, in_features, group_size
-    others = unless_default(batch_invariant, fast_accum)
-    last = (*constants, row_scales, *others) if row_scales is not None or others else constants
-    return product(FP8_INT4, last, x, weight, scales, bias)
+    check_order("fp8_int4_mm", row_scales=row_scales)
+    constants = out_features, in_features, group_size, batch_invariant, fast_accum
+    return product(FP8_INT4, constants, x, weight, scales, bias, row_scales)

@@ -61,7 +61,7 @@ class Scheme(ABC):
     activations: ClassVar[str] = "float"  # activations in the GEMM: "float" (unquantized), "int8" or "fp8"
     weights: ClassVar[str]  # "int4", "int8" or "fp8"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # supported by the kernels
-    default_constants: ClassVar[tuple[int, ...]] = ()  # defaults of the operator's constants
+    operands: ClassVar[tuple[str, ...]] = ()  # tensors of the layer that its operator takes after weight, scales, bias
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # device types with kernels
 
     # For schemes that quantize activations. A scheme with the option overrides it with a dataclass field.
@@ -129,15 +129,22 @@ class Scheme(ABC):
     def mm(x: Tensor, layer: Mapping[str, Any], constants: tuple[int, ...]) -> Tensor:
         """y [..., N] = x [..., K] · Wᵀ + bias: the forward of a layer with these tensors by name."""
 
-    def constants(self, n: int, k: int) -> tuple[Any, ...]:
-        """Non-tensor arguments of the operator for a layer W [n, k]."""
+    def sizes(self, n: int, k: int) -> tuple[int, ...]:
+        """N, K and group size for the operators of a packed weight [n, k]; empty for other weights."""
         return ()
 
-    def needed_constants(self, n: int, k: int) -> tuple[Any, ...]:
-        """``constants`` without those that are defaults or follow from the tensors: saves 0.1 µs each."""
-        constants = self.constants(n, k)
-        seen = self.weights in ("int4", "fp4") and packed_shape.determines_sizes(self.weights, *constants)
-        return () if seen or constants == self.default_constants else constants
+    def options(self, k: int) -> tuple[Any, ...]:
+        """Numbers of the operator after the sizes for a layer of k columns; empty if all are defaults."""
+        return ()
+
+    def constants(self, n: int, k: int) -> tuple[Any, ...]:
+        """Numbers of the operator for a layer W [n, k], which follow its tensors.
+
+        Sizes are left out if they follow from the tensors: saves 0.1 µs each.
+        """
+        sizes, options = self.sizes(n, k), self.options(k)
+        inferred = not sizes or packed_shape.determines_sizes(self.weights, *sizes)
+        return options if inferred and not options else (*sizes, *options)
 
     def quantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
         """Quantizes and packs a float weight [N, K]; ``importance`` as in ``quantize_int4``, used by int4 only."""

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from .. import _moved, ops
-from ..ops.rotation import with_row_scales
 from .fp8_activations import Float8Operands
 from .gguf import GgufWeightOnly
 from .rotation import RotatedActivations
@@ -147,6 +146,7 @@ class Int8DynamicActivationInt8Weight(RotatedActivations, Int8Weight):
 
     word: ClassVar[str] = "int8_int8"
     activations: ClassVar[str] = "int8"
+    operands: ClassVar[tuple[str, ...]] = ("weight_sums",)
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
@@ -175,14 +175,15 @@ class Int8DynamicActivationInt4Weight(RotatedActivations, IntegerScaledInt4Weigh
 
     word: ClassVar[str] = "int8_int4"
     activations: ClassVar[str] = "int8"
+    operands: ClassVar[tuple[str, ...]] = ("weight_sums", "row_scales")
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
-        constants = with_row_scales(constants, layer["row_scales"])
-        if weight_sums is None and not constants:
+        row_scales = layer["row_scales"]
+        if weight_sums is None and row_scales is None and not constants:
             return ops.product(ops.INT8_INT4, (), x, weight, scales, bias)
-        return ops.product(ops.INT8_INT4, constants, x, weight, scales, bias, weight_sums)
+        return ops.product(ops.INT8_INT4, constants, x, weight, scales, bias, weight_sums, row_scales)
 
 
 @dataclass(frozen=True)
@@ -247,11 +248,14 @@ class Float8DynamicActivationInt4Weight(PowerScaledInt4Weight):
 
     word: ClassVar[str] = "fp8_int4"
     activations: ClassVar[str] = "fp8"
+    operands: ClassVar[tuple[str, ...]] = ("row_scales",)
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
-        constants = with_row_scales(constants, layer["row_scales"])
-        return ops.product(ops.FP8_INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
+        weight, scales, bias, row_scales = layer["qweight"], layer["scales"], layer["bias"], layer["row_scales"]
+        if row_scales is None and not constants:
+            return ops.product(ops.FP8_INT4, (), x, weight, scales, bias)
+        return ops.product(ops.FP8_INT4, constants, x, weight, scales, bias, row_scales)
 
 
 # A scheme class for each word. GgufWeightOnly is not among them: it comes from files only.

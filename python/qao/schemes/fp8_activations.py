@@ -24,7 +24,7 @@ class Float8Operands(Float8Weight):
 
     word: ClassVar[str] = "fp8_fp8"
     activations: ClassVar[str] = "fp8"
-    default_constants: ClassVar[tuple[int, ...]] = (-1, False)
+    operands: ClassVar[tuple[str, ...]] = ("activation_scale",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,8 +49,9 @@ class Float8Operands(Float8Weight):
         )
         return super().__str__() + notes
 
-    def constants(self, n: int, k: int) -> tuple[int, ...]:
-        return {"row": -1, "tensor": 0, "block": SCALE_BLOCK}[self._x_granularity()], self.fast_accum
+    def options(self, k: int) -> tuple[Any, ...]:
+        x_group_size = {"row": -1, "tensor": 0, "block": SCALE_BLOCK}[self._x_granularity()]
+        return (x_group_size, self.fast_accum) if x_group_size != -1 or self.fast_accum else ()
 
     def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(

@@ -55,14 +55,9 @@ class RotatedActivations(Scheme):
         dense = super().dequantize(weight, scales, n, k, torch.float32)  # type: ignore[safe-super]
         return rotated(dense, size).to(dtype)
 
-    def constants(self, n: int, k: int) -> tuple[Any, ...]:
-        size, constants = self.rotation_of(k), super().constants(n, k)
-        if not size:
-            return constants
-        return (*constants, None, False, size) if constants else (False, size)  # row_scales, batch_invariant
-
-    def needed_constants(self, n: int, k: int) -> tuple[Any, ...]:
-        return self.constants(n, k) if self.rotation_of(k) else super().needed_constants(n, k)
+    def options(self, k: int) -> tuple[Any, ...]:
+        size = self.rotation_of(k)
+        return (False, size) if size else ()  # batch_invariant, x_rotation
 
     def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(x_rotation=self.rotation_of(facts["k"]), **facts)

@@ -91,12 +91,8 @@ class PowerScaledInt4Weight(TwoLevelInt4Weight):
     def __str__(self) -> str:
         return super().__str__() + (", fast accumulation" if self.fast_accum else "")
 
-    def constants(self, n: int, k: int) -> tuple[Any, ...]:
-        constants = super().constants(n, k)
-        return (*constants, None, False, True) if self.fast_accum else constants  # row_scales, batch_invariant
-
-    def needed_constants(self, n: int, k: int) -> tuple[Any, ...]:
-        return self.constants(n, k) if self.fast_accum else super().needed_constants(n, k)
+    def options(self, k: int) -> tuple[Any, ...]:
+        return (False, True) if self.fast_accum else ()  # batch_invariant, fast_accum
 
     def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(fast_accum=self.fast_accum, **facts)

@@ -91,7 +91,7 @@ class Int4Weight(Scheme):
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return weight_ops.dequantize_int4(weight, scales, n, k, self.group_size, dtype)
 
-    def constants(self, n: int, k: int) -> tuple[int, ...]:
+    def sizes(self, n: int, k: int) -> tuple[int, ...]:
         return n, k, self.group_size
 
     def _problem(self, **facts: Any) -> _host.Problem:
@@ -158,7 +158,7 @@ class Fp4Weight(Scheme):
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return fp4.dequantize_fp4(weight, scales, n, k, self.group_size, dtype)
 
-    def constants(self, n: int, k: int) -> tuple[int, ...]:
+    def sizes(self, n: int, k: int) -> tuple[int, ...]:
         return n, k, self.group_size
 
     def _problem(self, **facts: Any) -> _host.Problem:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ...nn import marker
 from ...ops.fp4 import ROW_PARTS
 from ...ops.packed_shape import SCALE_BLOCK
-from ...ops.rotation import with_row_scales
 from ...schemes import Float8Weight, Fp4Weight, Int4Weight, Scheme
 from .common import OPERATORS, row_scales
 from .config import Served
@@ -198,13 +197,9 @@ class ServedLinear:
             own["weight_sums"].data = self.scheme._weight_sums(*plain)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight, scales = layer.qweight, layer.scales
-        rest = with_row_scales(self.rest, layer.row_scales)  # type: ignore[arg-type]
-        if self.scheme.activations == "int8":
-            return self.operator(x, weight, scales, bias, layer.weight_sums, *rest)  # type: ignore[no-any-return]
-        if self.scheme.word == "fp8_fp8":
-            return self.operator(x, weight, scales, bias, layer.activation_scale, *rest)  # type: ignore[no-any-return]
-        return self.operator(x, weight, scales, bias, *rest)  # type: ignore[no-any-return]
+        own = layer._parameters
+        others = (own[name] for name in self.scheme.operands)
+        return self.operator(x, own["qweight"], own["scales"], bias, *others, *self.rest)  # type: ignore[no-any-return]
 
 
 class _DivisorOfEach:

@@ -80,15 +80,15 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
         replace_parameter(layer, self.w_s_name, made.scales)
         if self.w_zp_name is not None and getattr(layer, self.w_zp_name, None) is not None:
             replace_parameter(layer, self.w_zp_name, None)  # now part of the scales, or 8 everywhere
-        self._takes_sums = scheme.activations == "int8"
-        if self._takes_sums:
+        if scheme.activations == "int8":
             replace_parameter(layer, "qao_weight_sums", made.weight_sums)
         self._operator, self._rest = common.OPERATORS[scheme.word], scheme.constants(n, k)
+        self._others = [f"qao_{name}" for name in scheme.operands]
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
-        sums = (layer.qao_weight_sums,) if self._takes_sums else ()
-        return self._operator(x, weight, scales, bias, *sums, *self._rest)  # type: ignore[no-any-return]
+        others = (getattr(layer, name, None) for name in self._others)
+        return self._operator(x, weight, scales, bias, *others, *self._rest)  # type: ignore[no-any-return]
 
 
 def _unsupported_mixed(c: Any) -> str | None:
