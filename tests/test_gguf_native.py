@@ -14,6 +14,7 @@ from qao.checkpoints import CheckpointError, open_checkpoint
 from qao.checkpoints.gguf.read import GgufCheckpoint
 from qao.cli import main
 from qao.nn import QuantEmbedding
+from qao.nn.packed_module import PackedModule
 from qao.schemes import GgufWeightOnly, scheme_from_dict
 from qao.schemes.gguf import GGUF_NUMBERS
 from torch import Tensor, nn
@@ -97,11 +98,15 @@ def test_the_dtype_of_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from qao.integrations.huggingface import model_class
 
     path = write(tmp_path / "model.gguf", "Q6_K")
-    for selected, dtype in (("avx2", torch.float32), ("amx", torch.bfloat16), ("neon_bf16", torch.bfloat16)):
+    for selected, dtype in (("avx512", torch.float32), ("avx512_bf16", torch.bfloat16), ("amx", torch.bfloat16)):
         monkeypatch.setattr(model_class._host, "cpu_features", lambda: {"selected": selected})  # noqa: B023
         model = qao.from_pretrained(path)
         assert model.model.norm.weight.dtype == model.model.embed_tokens.dtype == dtype
         assert model(torch.arange(4)[None]).logits.dtype == dtype
+    # Other CPUs have no fast kernels of blocks: layers are float.
+    monkeypatch.setattr(model_class._host, "cpu_features", lambda: {"selected": "avx2"})
+    assert not any(isinstance(module, PackedModule) for module in qao.from_pretrained(path).modules())
+    monkeypatch.undo()
     assert qao.from_pretrained(path, dtype=torch.float16).model.norm.weight.dtype == torch.float16
 
 

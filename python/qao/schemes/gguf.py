@@ -88,6 +88,10 @@ class GgufWeightOnly(Scheme):
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return ops.dequantize_gguf(weight, self.number, dtype)
 
+    def sizes(self, n: int, k: int) -> tuple[int, ...]:
+        """The operators' ``qtype``, which gives the sizes with the rows of bytes."""
+        return (self.number,)
+
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         return (self.number,)
 

@@ -16,8 +16,8 @@ from .config import QaoConfig
 # Arguments of transformers' from_pretrained that locate a repository and its files.
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies")
 CODE = ("trust_remote_code", "code_revision")
-_BF16 = ("avx512_bf16", "amx", "neon_bf16")  # instruction sets with products of bfloat16
-_GGUF = ("avx512", "avx512_bf16", "amx")  # with fast kernels of GGUF blocks
+_BF16 = ("avx512_bf16", "amx")  # instruction sets with products of bfloat16
+_GGUF = ("avx512", *_BF16)  # with fast kernels of GGUF blocks
 
 
 def configuration(
