@@ -50,13 +50,14 @@ void dense_mm(const Tensor& x, Weight w, const mm::Problem& problem, const mm::A
               const Argument& like) {
   const int64_t row_bytes = w.k / cpu::gguf::block_size(w.type).columns * cpu::gguf::block_size(w.type).bytes;
   const int64_t rows = std::min(w.n, std::max<int64_t>(kSlabValues / w.k, 16)), n = w.n;
-  const Tensor slab = empty({rows, w.k}, torch_dtype(problem.x_dtype), like);
-  w.dtype = problem.x_dtype, w.out = slab.data_ptr();
+  std::optional<Tensor> slab;
+  w.dtype = problem.x_dtype;
   for (int64_t first = 0; first < n; first += rows, w.weight += rows * row_bytes) {
     w.n = std::min(rows, n - first);
+    if (first == 0 || w.n < rows) slab = empty({w.n, w.k}, torch_dtype(w.dtype), like);
+    w.out = slab->data_ptr();
     cpu::gguf::dequantize(w, torch_threads(w.n * w.k));
-    const Tensor some = torch::stable::narrow(const_cast<Tensor&>(slab), 0, 0, w.n);
-    const Tensor part = torch::stable::matmul(x, torch::stable::transpose(some, 0, 1));
+    const Tensor part = torch::stable::matmul(x, torch::stable::transpose(*slab, 0, 1));
     const void* values = part.data_ptr();
     cpu::split(torch_threads(problem.m * w.n), problem.m, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; ++m) {

@@ -45,7 +45,6 @@ NOT_RUN = {
     "QAO_CPU_ISA=avx512_bf16 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m bench": "the same",
     "torchrun": "needs several GPUs",
     "for host in": "needs several hosts",
-    "tlparse": "is another project's program; it reads what the command before it wrote",
     "python -c \"import qao, runpy; runpy.run_path('minifier_launcher.py'": "needs what a failed compilation leaves",
     "unzip -o model.pt2": "reads a package of the reader, which no block makes",
     "CXX=$PWD/shared-g++ python compile_package.py": "is a program of the reader, which no block makes",

@@ -146,7 +146,7 @@ def test_nothing_quantized_is_a_warning_that_says_why() -> None:
 OPERATORS = {
     schema.name.removeprefix("qao::"): schema
     for schema in torch._C._jit_get_all_schemas()
-    if schema.name.startswith("qao::")
+    if schema.name.startswith("qao::") and not schema.name.startswith("qao::_")
 }
 PYTHON_TYPE = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor | None", "int": "int", "float": "float", "bool": "bool"}
 PYTHON_TYPE |= {"List[float]": "Sequence[float]", "Optional[List[float]]": "Gate | None"}

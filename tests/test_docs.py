@@ -233,7 +233,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_an_operator_has_its_schema_and_an_example(op: str) -> None:
     schema = str(getattr(torch.ops.qao, op).default._schema).removeprefix("qao::")
-    assert schema in [block.text.strip() for block in blocks(OPS_PAGE, "text")]
+    assert schema in [line for block in blocks(OPS_PAGE, "text") for line in block.text.splitlines()]
     assert f"torch.ops.qao.{op}(" in "".join(block.text for block in blocks(OPS_PAGE, "python"))
 
 

@@ -38,6 +38,7 @@ def test_gradcheck_in_float64(operator: Operator, monkeypatch: pytest.MonkeyPatc
         return gradients.DENSE[operator.op](packed, scales, torch.float32, *rest).to(dtype)
 
     monkeypatch.setitem(gradients.DENSE, multiply, dequantize)
+    monkeypatch.setitem(gradients.SIGNATURES, multiply, gradients.SIGNATURES[operator.op])
 
     def product(x: Tensor, bias: Tensor) -> Tensor:
         return qao.ops.product(multiply, weight.arguments, x, *weight.operands, bias)
