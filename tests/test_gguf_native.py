@@ -17,6 +17,7 @@ from qao.nn import QuantEmbedding
 from qao.nn.packed_module import PackedModule
 from qao.schemes import GgufWeightOnly, scheme_from_dict
 from qao.schemes.gguf import GGUF_NUMBERS
+from test_gguf import stored
 from torch import Tensor, nn
 
 gguf: Any = pytest.importorskip("gguf")
@@ -56,14 +57,6 @@ def write(path: Path, kind: str, tied: bool = False, architecture: str = "llama"
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def stored(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file, dequantized by the package gguf."""
-    return {
-        tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        for tensor in gguf.GGUFReader(path).tensors
-    }
 
 
 def deinterleaved(rows: Tensor) -> Tensor:
