@@ -25,9 +25,8 @@ def with_backend(upstream: Any) -> Any:
         first = not hasattr(self, "_compiled_call")
         config = compile_config or _default(self)
         call = upstream(self, config)
-        if first and hasattr(
-            self, "_compiled_call"
-        ):  # which transformers does not set for models that it never compiles
+        # transformers does not set it for models that it never compiles.
+        if first and hasattr(self, "_compiled_call"):
             _announce(type(self).__name__, layers, config.backend)
         return call
 
