@@ -2,7 +2,8 @@
 
 ``python -m bench generate``. The weights are random, so nothing is downloaded. Three ways of decoding are measured:
 ``generate()`` as it is, ``generate(cache_implementation="static")``, which transformers compiles on a GPU, and a
-decoding step that the user compiles by hand, with a static cache and CUDA graphs.
+decoding step that the user compiles by hand, with a static cache and CUDA graphs: a quantized model with the backend
+"qao", the model in bfloat16 with Inductor.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=int, default=1, metavar="B", help="sequences decoded")
     command.add_argument("--context", type=int, default=CONTEXT, metavar="T", help="tokens of the prompt")
     command.add_argument("--steps", type=int, default=STEPS, metavar="T", help="timed tokens")
-    command.add_argument("--backend", default="inductor", help="of torch.compile, for the step compiled by hand")
+    command.add_argument("--backend", default="qao", help="of torch.compile, for quantized models compiled by hand")
 
 
 @torch.no_grad()
@@ -69,7 +70,8 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
         ids = torch.randint(model.config.vocab_size, (arguments.batch, arguments.context), device=model.device)
         expected: Tensor | None = None
         for way in arguments.ways:
-            row, logits = _WAYS[way](model, ids, arguments)
+            backend = "inductor" if word == BASELINE else arguments.backend
+            row, logits = _WAYS[way](model, ids, arguments, backend)
             expected = logits if expected is None else expected
             check_logits(logits, expected, f"{word}, {way}")
             row = about | {"way": way} | row
@@ -106,7 +108,7 @@ def _model(arguments: argparse.Namespace, word: str) -> Any:
 
 
 def _generate(
-    options: dict[str, Any], model: Any, ids: Tensor, arguments: argparse.Namespace
+    options: dict[str, Any], model: Any, ids: Tensor, arguments: argparse.Namespace, _: str
 ) -> tuple[dict[str, Any], Tensor]:
     """Seconds of a token are those by which a longer call takes longer than a shorter one: both contain the prompt."""
 
@@ -129,7 +131,7 @@ def _generate(
     return {"tokens_s": ids.shape[0] * arguments.steps / (long - short), "first_s": first_s}, logits
 
 
-def _compiled(model: Any, ids: Tensor, arguments: argparse.Namespace) -> tuple[dict[str, Any], Tensor]:
+def _compiled(model: Any, ids: Tensor, arguments: argparse.Namespace, backend: str) -> tuple[dict[str, Any], Tensor]:
     """A decoding step and the choice of the likeliest token in one compiled function."""
     from transformers import StaticCache
 
@@ -141,8 +143,8 @@ def _compiled(model: Any, ids: Tensor, arguments: argparse.Namespace) -> tuple[d
         logits = model(token, **{keyword: cache}).logits[:, -1]
         return logits.argmax(-1, keepdim=True), logits
 
-    mode = "reduce-overhead" if arguments.backend == "inductor" else None
-    compiled = torch.compile(step, mode=mode, fullgraph=True, backend=arguments.backend)
+    mode = "reduce-overhead" if backend in ("inductor", "qao") else None
+    compiled = torch.compile(step, mode=mode, fullgraph=True, backend=backend)
     logits: list[Tensor] = []
 
     def steps(count: int) -> None:

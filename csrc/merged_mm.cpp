@@ -2,61 +2,11 @@
 //
 // Graph passes call them (python/qao/inductor). Arguments are those of the operator of one weight, in lists. The
 // results have the bits of separate calls.
-#include <memory>
-
+#include "merged_product.h"
 #include "operators.h"
-#include "product.h"
 
 namespace qao {
 namespace {
-
-using Tensors = std::vector<Tensor>;
-using Optionals = std::vector<std::optional<Tensor>>;
-
-// One call per weight, each with its own error message.
-struct Calls {
-  Calls(const char* name, const Tensor& x, const Tensors& weights, const Tensors& scales, const Optionals& biases,
-        const Optionals* sums = nullptr)
-      : x(x), weights(weights), scales(scales), biases(biases), sums(sums) {
-    const size_t count = weights.size();
-    const bool fits =
-        count >= 1 && scales.size() == count && biases.size() == count && (sums == nullptr || sums->size() == count);
-    Call(name, x).op.check(fits, "weight, scales, bias and weight_sums must be lists of one length, at least 1",
-                           "Pass one tensor or None per weight");
-    for (size_t i = 0; i < count; ++i) {
-      Call& call = *calls.emplace_back(std::make_unique<Call>(name, x));
-      call.op.involve("index of the weight", static_cast<int64_t>(i));
-    }
-  }
-
-  // Calls use(i, product) for the product of every weight, and runs them.
-  template <typename Use>
-  Tensors run(const Use& use) {
-    std::vector<std::unique_ptr<Product>> products;
-    std::vector<Product*> pointers;
-    for (size_t i = 0; i < calls.size(); ++i) {
-      Call& call = *calls[i];
-      products.push_back(std::make_unique<Product>(call.op, call.x, weights[i], scales[i], biases[i]));
-      if (sums != nullptr) products.back()->add_weight_sums((*sums)[i]);
-      use(i, *products.back());
-      pointers.push_back(products.back().get());
-    }
-    return Product::run_merged(pointers);
-  }
-
-  // Sizes of packed weight i; `out_features` is empty if they are to be inferred.
-  PackedSizes sizes(size_t i, const std::vector<int64_t>& out_features, int64_t in_features, int64_t group_size) const {
-    calls[i]->op.check(out_features.empty() || out_features.size() == calls.size(),
-                       "out_features must have one number per weight, or none", "Pass the N of every weight");
-    return {out_features.empty() ? 0 : out_features[i], in_features, group_size};
-  }
-
-  const Tensor& x;
-  const Tensors &weights, &scales;
-  const Optionals& biases;
-  const Optionals* sums;
-  std::vector<std::unique_ptr<Call>> calls;
-};
 
 Tensors merged_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
                        std::vector<int64_t> out_features, int64_t in_features, int64_t group_size) {

@@ -140,7 +140,7 @@ Tensor Product::make_y() {
   return y;
 }
 
-void Product::launch() {
+void Product::launch(const Product* before) {
   if (problem.m == 0) return;
   if (x_.is_cpu()) {
     // The CPU GEMM quantizes rows itself, except with one scale for the whole tensor.
@@ -151,7 +151,9 @@ void Product::launch() {
   const DeviceScope scope(x_);
   mm::Plan plan;
   op_.check(mm::plan(problem, gpu_of(op_, x_), &plan));
-  if (quantized_ && !plan.quantizes_x) quantized_->make(op_, arguments);
+  if (quantized_ && !plan.quantizes_x && !(before && quantized_->take(*before->quantized_, arguments))) {
+    quantized_->make(op_, arguments);
+  }
   std::optional<Tensor> workspace;
   if (plan.workspace_bytes > 0) {
     arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
@@ -169,13 +171,58 @@ Tensor Product::run() {
   return y;
 }
 
+#if defined(QAO_WITH_CUDA)
+std::optional<std::vector<Tensor>> Product::run_fused(std::span<Product* const> products, const mm::Problem& first,
+                                                      const mm::Arguments& x) {
+  const Product& any = *products[0];
+  if (any.x_.is_cpu() || first.m == 0 || products.size() > mm::kMaxParts) return {};
+  mm::Problem problem = first;
+  problem.n = 0;
+  problem.has_bias = false;
+  std::vector<int64_t> rows;
+  for (Product* product : products) {
+    product->use_bias_and_sums();
+    const mm::Problem& own = product->problem;
+    if (own.weight != first.weight || own.has_zeros != first.has_zeros || own.scale_dtype != first.scale_dtype ||
+        own.group_size != first.group_size) {
+      return {};
+    }
+    if (own.has_bias) {
+      if (problem.has_bias && problem.bias_dtype != own.bias_dtype) return {};
+      problem.has_bias = true, problem.bias_dtype = own.bias_dtype;
+    }
+    rows.push_back(own.n);
+    problem.n += own.n;
+  }
+  mm::Plan plan;
+  if (!mm::merges(problem, rows, gpu_of(any.op_, any.x_), &plan)) return {};
+
+  std::vector<Tensor> ys;
+  std::vector<mm::Part> parts;
+  for (Product* product : products) {
+    if (!problem.gated || ys.empty()) ys.push_back(product->make_y());
+    const mm::Arguments& own = product->arguments;
+    parts.push_back({product->problem.n, own.weight, own.scales, own.bias, own.y});
+  }
+  const DeviceScope scope(any.x_);
+  any.op_.check(mm::launch(problem, plan, x, parts, current_stream(any.x_)));
+  return ys;
+}
+#else
+std::optional<std::vector<Tensor>> Product::run_fused(std::span<Product* const>, const mm::Problem&,
+                                                      const mm::Arguments&) {
+  return {};
+}
+#endif
+
 std::vector<Tensor> Product::run_merged(std::span<Product* const> products) {
+  if (auto fused = run_fused(products, products[0]->problem, products[0]->arguments)) return std::move(*fused);
   std::vector<Tensor> ys;
   for (Product* product : products) ys.push_back(product->make_y());
   Product& first = *products[0];
   const bool one_scale = first.quantized_ && first.problem.x_scaling == Scaling::kTensor;
   if (!first.x_.is_cpu() || first.problem.m == 0 || one_scale) {
-    for (Product* product : products) product->launch();
+    for (Product* product : products) product->launch(product == &first ? nullptr : &first);
     return ys;
   }
   std::vector<cpu::Gemm> gemms;

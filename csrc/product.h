@@ -61,8 +61,12 @@ class Product {
 
   // 4. Returns y [..., N], or [..., N / 2] if gated.
   Tensor run();
-  // The same for products of one x: the results in order. On a CPU, x is packed once if the weights have one format.
+  // The same for products of one x: the results in order. On a CPU, x is packed once if the weights have one format. On
+  // a GPU, one kernel multiplies them if there is one for them, or else x is quantized once.
   static std::vector<Tensor> run_merged(std::span<Product* const> products);
+  // One kernel on a GPU that applies what `first` says about x, an RMSNorm and a gate. Returns nothing if there is none.
+  static std::optional<std::vector<Tensor>> run_fused(std::span<Product* const> products, const mm::Problem& first,
+                                                      const mm::Arguments& x);
 
   mm::Problem problem;
   mm::Arguments arguments;
@@ -80,7 +84,8 @@ class Product {
   void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, int64_t rotation = 0);
   void use_bias_and_sums();
   Tensor make_y();
-  void launch();            // computes y, unless it is empty
+  // Computes y, unless it is empty. On a GPU, `before` is a product of the same x that may have quantized it.
+  void launch(const Product* before = nullptr);
   void make_quantized_x();  // before a GEMM on the CPU
   void keep_rows_apart();
 

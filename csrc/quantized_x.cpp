@@ -74,10 +74,26 @@ void QuantizedX::make(const Op& op, mm::Arguments& arguments) {
     op.check(quantize::launch(problem_, q, current_stream(x_)));
 #endif
   }
-  arguments.x = q.q, arguments.x_stride = q.q_stride;
-  arguments.x_scales = q.scales;
-  arguments.x_zeros = q.zeros;
-  arguments.x_sums = q.sums;
+  made_ = q;
+  set(arguments);
+}
+
+bool QuantizedX::take(const QuantizedX& other, mm::Arguments& arguments) const {
+  const quantize::Problem &own = problem_, &made = other.problem_;
+  const auto scale = [](const Argument* given) { return given == nullptr ? nullptr : given->data(); };
+  if (!other.made_ || own.symmetric != made.symmetric || own.order != made.order || own.scaling != made.scaling ||
+      own.sums_group != made.sums_group || scale(scale_) != scale(other.scale_)) {
+    return false;
+  }
+  other.set(arguments);
+  return true;
+}
+
+void QuantizedX::set(mm::Arguments& arguments) const {
+  arguments.x = made_->q, arguments.x_stride = made_->q_stride;
+  arguments.x_scales = made_->scales;
+  arguments.x_zeros = made_->zeros;
+  arguments.x_sums = made_->sums;
 }
 
 }  // namespace qao

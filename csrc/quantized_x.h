@@ -17,12 +17,18 @@ class QuantizedX {
   // Quantizes the rows of x in `arguments` and replaces x, its scales, zero points and sums there. Not called if the
   // GEMM kernel quantizes x; a static scale is in `arguments` from the start.
   void make(const Op& op, mm::Arguments& arguments);
+  // The same with what make() of `other` has made of the same x, if that is what this product reads. Returns false if
+  // not.
+  bool take(const QuantizedX& other, mm::Arguments& arguments) const;
 
  private:
+  void set(mm::Arguments& arguments) const;
+
   const Argument& x_;
   const Argument* scale_;
   quantize::Problem problem_;
   std::optional<Tensor> memory_;
+  std::optional<quantize::Arguments> made_;
 };
 
 }  // namespace qao

@@ -42,7 +42,7 @@ def _others(device: str) -> dict[str, Arguments]:
         "weight": torch.zeros(3, 4, 512, dtype=INT8, device=device),
         "scales": torch.ones(3, 16, 1, 16, dtype=torch.bfloat16, device=device),
     }
-    q8 = torch.zeros(N, 192 // 32 * 34, dtype=torch.uint8, device=device)
+    q8 = torch.zeros(N, 192 // 32 * 34, dtype=torch.uint8)
     return {
         "fp4_mm": {"x": x, **fp4, "bias": bias, **sizes, "group_size": 16},
         "expert_topk": {
@@ -94,9 +94,9 @@ def _others(device: str) -> dict[str, Arguments]:
             **{name: torch.randn(1, heads, 5, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
             **{"mask": torch.ones(5, 5, dtype=torch.bool), "scale": 0.25},
         },
-        "gguf_mm": {"x": x[:, :192].float(), "weight": q8, "bias": bias, "qtype": 8},
+        "gguf_mm": {"x": x[:, :192].float().cpu(), "weight": q8, "bias": bias.cpu(), "qtype": 8},
         "dequantize_gguf": {"weight": q8, "qtype": 8, "dtype": torch.float32},
-        "gguf_embedding": {"ids": ids, "weight": q8, "qtype": 8, "dtype": torch.float32},
+        "gguf_embedding": {"ids": ids.cpu(), "weight": q8, "qtype": 8, "dtype": torch.float32},
         "int8_embedding": {
             "ids": ids,
             "weight": torch.ones(N, K, dtype=INT8, device=device),
@@ -108,7 +108,7 @@ def _others(device: str) -> dict[str, Arguments]:
 
 DENSE = [op for op in (*PACKED, *BYTES) if op.endswith("_mm") and "scaled" not in op]
 GROUPED = [op.replace("_mm", "_grouped_mm") for op in (*DENSE, "fp4_mm")]
-ON_CPU = ("quantize_blocks", "quantize_fp4")  # whatever the device that is asked for
+ON_CPU = ("quantize_blocks", "quantize_fp4", "gguf_mm", "dequantize_gguf", "gguf_embedding")  # whatever the device
 CALLS = (*PACKED, *BYTES, *GROUPED, *_others("cpu"))  # every operator
 
 

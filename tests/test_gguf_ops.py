@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-import gguf
 import numpy
 import pytest
 import qao.ops
 import torch
 from qao.ops.gguf import BLOCKS
 from torch import Tensor
+
+gguf: Any = pytest.importorskip("gguf")
 
 QTYPES = sorted(BLOCKS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

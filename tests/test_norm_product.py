@@ -1,4 +1,4 @@
-"""add_rms_norm_int4_mm, a GEMM with RMSNorm before it and SiLU-multiply after it, against float64."""
+"""add_rms_norm_int4_mm, GEMMs with RMSNorm before and SiLU-multiply after them, also of several weights."""
 
 from __future__ import annotations
 
@@ -41,6 +41,24 @@ def call(
     return OPS.add_rms_norm_int4_mm(x, residual, norm, *weight.operands, bias, 1e-5, *weight.arguments, gated)
 
 
+def call_parts(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    weight: Weight,
+    bias: Tensor | None,
+    rows: list[int],
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same from parts of the weight of ``rows`` rows each, multiples of 16 but for the last."""
+    tiles = [-(-n // 16) for n in rows]
+    operands = ([part.contiguous() for part in operand.split(tiles)] for operand in weight.operands)
+    biases = [None] * len(rows) if bias is None else [part.contiguous() for part in bias.split(rows)]
+    _, k, group_size = weight.arguments
+    *ys, h = OPS._merged_add_rms_norm_int4_mm(x, residual, norm, *operands, biases, 1e-5, rows, k, group_size, gated)
+    return torch.cat(ys, -1), h
+
+
 def check(y: Tensor, h: Tensor, norm: Tensor | None, weight: Weight, bias: Tensor | None, gated: bool) -> None:
     """Check that y is the GEMM of rms_norm(h), which may first be rounded to the dtype of h."""
     seen = rms_norm(h, norm, EPS)
@@ -76,14 +94,62 @@ def test_values(shape: tuple[int, int, int, int], x_dtype: torch.dtype, option: 
     check(y, h, norm, weight, bias, gated)
 
 
+# M, rows of the weights, K, group size; the first three are one kernel on Hopper, the third with several passes per CTA
+SEVERAL = (
+    (1, (128, 32, 37), 256, 128),
+    (3, (48, 48), 384, 32),
+    (1, (4224, 16, 16896, 33), 256, 256),
+    (8, (80, 80), 256, 64),
+    (5, (176, 176), 512, 512),
+    (4, (2112, 2112), 128, 128),
+    (2, (50,), 256, 128),
+    (2, (32, 50), 100, 32),
+    (9, (80, 80), 256, 128),
+)
+
+
+@pytest.mark.parametrize("option", range(3))
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SEVERAL, ids=str)
+def test_several_weights(
+    shape: tuple[int, tuple[int, ...], int, int], x_dtype: torch.dtype, option: int, device: str
+) -> None:
+    m, rows, k, group_size = shape
+    n = sum(rows)
+    fmt = Int4Format(group_size, ("float", "none", "integer")[option], torch.float16 if option == 2 else torch.bfloat16)
+    weight = INT4.make_weight(n, k, fmt, device)
+    x, other = (randn(m, k, dtype=x_dtype, device=device, seed=seed) for seed in (0, 1))
+    residual, norm = (None if option == 1 else other), (None if option == 2 else other[0].clone())
+    bias = randn(n, dtype=torch.bfloat16, device=device, seed=3) if option else None
+    for gated in (False, True):
+        if not gated or (len(rows) == 2 and rows[0] == rows[1]):
+            y, h = call_parts(x, residual, norm, weight, bias, list(rows), gated)
+            assert torch.equal(h, x if residual is None else x + residual) and h.data_ptr() != x.data_ptr()
+            check(y.contiguous(), h, norm, weight, bias, gated)
+            if gated or residual is None:
+                continue
+        # Without the norm
+        tiles = [-(-part // 16) for part in rows]
+        operands = (list(operand.split(tiles)) for operand in weight.operands)
+        biases = [None] * len(rows) if bias is None else list(bias.split(rows))
+        ys = OPS._merged_int4_mm(x, *operands, biases, list(rows), k, group_size)
+        assert [y.shape[-1] for y in ys] == list(rows)
+        seen = x.double()
+        accuracy.check_close(torch.cat(ys, -1), x, weight.dense, bias, seen, weight.slack(seen))
+
+
+@pytest.mark.parametrize("parts", ([64], [32, 32]))
 @pytest.mark.parametrize("gated", (False, True))
-def test_far_from_one(gated: bool, device: str) -> None:
+def test_far_from_one(gated: bool, parts: list[int], device: str) -> None:
     """Rows with squares, or products with the norm's weight, outside the accumulator's range; and a row of zeros."""
     weight = INT4.make_weight(64, 256, Int4Format(64), device)
     x = randn(5, 256, dtype=torch.bfloat16, device=device)
     x = x * torch.tensor([1e-18, 1.0, 0.0, 1e15, 1e30], device=device, dtype=x.dtype)[:, None]
     norm = randn(256, dtype=torch.bfloat16, device=device, seed=1) * 1e3
-    y, h = call(x, x, norm, weight, gated=gated)
+    if len(parts) > 1:
+        y, h = call_parts(x, x, norm, weight, None, parts, gated)
+    else:
+        y, h = call(x, x, norm, weight, gated=gated)
     check(y, h, norm, weight, None, gated)
 
 
@@ -135,8 +201,8 @@ def test_chains_in_a_graph(m: int) -> None:
 
     def chain() -> Tensor:
         x, h = source * 2, source
-        for _ in range(5):
-            y, h = call(x, h, norm, up, gated=True)
+        for i in range(5):
+            y, h = call_parts(x, h, norm, up, None, [k, k], True) if i % 2 else call(x, h, norm, up, gated=True)
             x = INT4.mm(y, down)
         return x + h
 
@@ -173,3 +239,7 @@ def test_errors(device: str) -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             call(*arguments)
+    with pytest.raises(RuntimeError, match=r"_merged_add_rms_norm_int4_mm: gated needs two weights with equally many"):
+        call_parts(x, None, None, odd, None, [16, 17], True)
+    with pytest.raises(RuntimeError, match=r"_merged_add_rms_norm_int4_mm: residual must have the shape"):
+        call_parts(x, x[:2], None, weight, None, [16, 16])

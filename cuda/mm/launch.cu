@@ -42,6 +42,12 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   return mma_sync::grouped::launch(problem, plan, arguments, experts, x, stream);
 }
 
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
+              void* stream) {
+  const X x{arguments.x, arguments.x_stride, 1, 0, problem.x_aligned, nullptr};
+  return stream::launch(problem, plan, arguments, parts, x, stream);
+}
+
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {
   if (problem.m == 0) return {};
   X x;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "qao/grouped_mm.h"
 
@@ -22,6 +23,8 @@ namespace stream {
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
               void* stream);
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
+              const X& x, void* stream);
 }  // namespace stream
 namespace wgmma {
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);

@@ -39,6 +39,10 @@ bool fuses_norm(const Problem& problem, const Gpu& gpu) {
   return kBodies[0].supports(problem, gpu) && kBodies[0].plan(problem, gpu, &plan);
 }
 
+bool merges(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan) {
+  return is_supported(gpu) && stream::plan_merged(problem, rows, gpu, plan);
+}
+
 Status plan(const Problem& given, const Gpu& gpu, Plan* plan) {
   Problem problem = given;
   if (has_whole_sums(problem)) problem.batch_invariant = false;  // every plan is batch-invariant

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -88,6 +89,14 @@ struct Arguments {
   const float* row_scales = nullptr;
 };
 
+// One of several weights that are multiplied with one x.
+struct Part {
+  int64_t n = 0;  // out_features
+  const void *weight = nullptr, *scales = nullptr, *bias = nullptr;
+  void* y = nullptr;  // [m, n], contiguous; null for the second part if gated
+};
+constexpr int kMaxParts = 4;
+
 // Kernel families, in the folders of cuda/mm/.
 enum class Body : int {
   kStreamResident = 0,  // few tokens: W streams once, x is resident in shared memory
@@ -147,6 +156,9 @@ struct Plan {
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 // Whether one kernel runs a normed problem; else RMSNorm and SiLU-multiply are separate kernels.
 bool fuses_norm(const Problem& problem, const Gpu& gpu);
+// Whether one kernel multiplies x with weights of `rows` out_features each, and its plan. problem.n is their sum, and
+// `gated` stands for two parts of equal size, gate and up. The weights agree in everything else.
+bool merges(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan);
 std::string to_string(const Plan& plan);
 
 // All plans that can run the problem on this GPU; from the portable families only the plan that plan() would select
@@ -155,5 +167,8 @@ std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu);
 
 // Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream);
+// The same for a plan of merges(). Weight, scales, bias and y of `arguments` are not read.
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
+              void* stream);
 
 }  // namespace qao::mm

@@ -141,23 +141,26 @@ static __device__ __noinline__ float4 biased(const void* bias, DType dtype, int 
   }
   return {value.x + by[0], value.y + by[1], value.z + by[2], value.w + by[3]};
 }
-__device__ __forceinline__ void add_bias(const Params& p, const void* bias, int n, float (&value)[4]) {
+__device__ __forceinline__ void add_bias(const void* bias, DType dtype, int rows, int n, float (&value)[4]) {
   if (bias == nullptr) return;
-  const float4 v = biased(bias, p.bias_dtype, n, p.n, {value[0], value[1], value[2], value[3]});
+  const float4 v = biased(bias, dtype, n, rows, {value[0], value[1], value[2], value[3]});
   value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+}
+
+__device__ __forceinline__ void add_bias(const Params& p, const void* bias, int n, float (&value)[4]) {
+  add_bias(bias, p.bias_dtype, p.n, n, value);
 }
 
 // Stores to y [m, outputs] of type T. Rows past the end are skipped.
 template <typename T = __nv_bfloat16>
-__device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, int64_t token,
-                                           const float (&value)[4]) {
+__device__ __forceinline__ void store_rows(void* y, int outputs, int n, int64_t token, const float (&value)[4]) {
   const int64_t at = token * outputs + n;
   if (outputs % 4 == 0) {
-    if (n < outputs) store_float4(p.y, at, Half<T>::kDType, value);
+    if (n < outputs) store_float4(y, at, Half<T>::kDType, value);
   } else {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (n + e < outputs) store_float(p.y, at + e, Half<T>::kDType, value[e]);
+      if (n + e < outputs) store_float(y, at + e, Half<T>::kDType, value[e]);
     }
   }
 }
@@ -165,7 +168,7 @@ __device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, 
 template <typename T = __nv_bfloat16>
 __device__ __forceinline__ void store_rows(const Params& p, int n, int token, float (&value)[4]) {
   add_bias(p, p.bias, n, value);
-  store_rows<T>(p, p.n, n, token, value);
+  store_rows<T>(p.y, p.n, n, token, value);
 }
 
 }  // namespace qao::mm::stream

@@ -100,7 +100,7 @@ struct GroupedRing : Base {
         if constexpr (Base::kFp4) divide_rows(p, scales, n, value);
         add_bias(p, bias, n, value);
         scale_row(r, row0 + token, value);
-        store_rows<T>(p, p.n, n, row0 + token, value);
+        store_rows<T>(p.y, p.n, n, row0 + token, value);
       }
     });
   }

@@ -53,7 +53,7 @@ struct GroupedTma : Tma<Tile, __nv_bfloat16, zeros, half> {
       if (!exists) return;
       add_bias(p, bias, n, value);
       scale_row(r, row0 + token, value);
-      store_rows<T>(p, p.n, n, row0 + token, value);
+      store_rows<T>(p.y, p.n, n, row0 + token, value);
     });
   }
 };

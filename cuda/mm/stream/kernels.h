@@ -26,6 +26,10 @@ ResidentKernel resident_kernel(int config, bool half_x, int groups, bool has_zer
 
 ResidentKernel fp4_resident_kernel(int config, int groups);
 
+// The same for several int4 weights, with bfloat16 x, scales and zeros.
+using MergedKernel = void (*)(Params, ResidentParams, ResidentParts);
+MergedKernel merged_kernel(int config, int groups, bool has_zeros);
+
 // `half` selects float16 scales and zeros over bfloat16. The tensor map is that of x.
 using TmaKernel = void (*)(Params, TmaParams, CUtensorMap);
 TmaKernel tma_kernel(int config, bool half_x, bool zeros, bool half);

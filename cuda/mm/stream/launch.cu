@@ -1,6 +1,9 @@
 // Launch of the skinny-GEMM kernels.
 // With PDL, weights are prefetched before the previous kernel ends. Kernel parameters are recomputed from the plan by
 // the functions that plan() used.
+#include <span>
+#include <vector>
+
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "common/tensor_map.h"
@@ -67,6 +70,35 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
                             map);
   }
   return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+}
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
+              const X& x, void* stream) {
+  const Params params = int4_params(problem, plan, arguments, x);
+  const ResidentConfig& config = kResident[plan.config];
+  ResidentParts of{};
+  std::vector<int64_t> rows;
+  of.count = problem.gated ? 1 : static_cast<int>(parts.size());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Part& part = parts[i];
+    if (!problem.gated) of.first_pass[i] = passes_over_parts(rows, false, config.tiles_n);
+    of.part[i] = {static_cast<const uint8_t*>(part.weight), static_cast<const uint8_t*>(part.scales), part.bias, part.y,
+                  static_cast<int>(part.n), static_cast<int>(tiles_n(part.n))};
+    rows.push_back(part.n);
+  }
+  ResidentParams cut;
+  int shared_bytes;
+  if (!resident_params(problem, config, static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes), &cut,
+                       &shared_bytes, passes_over_parts(rows, problem.gated, config.tiles_n))) {
+    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+  }
+  if (problem.gated) {
+    cut.next_tile_bytes = of.part[1].weight - of.part[0].weight;
+    cut.next_tile_scale_bytes = of.part[1].scales - of.part[0].scales;
+  }
+  const MergedKernel kernel = merged_kernel(plan.config, cut.groups_of_step, problem.has_zeros);
+  return launch_streaming("launching stream::merged_kernel", kernel, dim3(static_cast<unsigned>(plan.ctas)), nullptr,
+                          plan, static_cast<cudaStream_t>(stream), params, cut, of);
 }
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,

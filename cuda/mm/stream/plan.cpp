@@ -86,13 +86,18 @@ int64_t places_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
   return passes_of(problem, gpu, pass_tiles) * pass_tiles;
 }
 
+// Whether the kernel makes RMSNorm of x, and is faster with it.
+bool norm_fits(const Problem& problem, const Gpu& gpu) {
+  if (!problem.x_aligned || problem.k % kStepColumns != 0) return false;
+  const int64_t largest_x = tiles_n(problem.n) >= 8 * gpu.num_sms ? 32768 : 8192;  // elements
+  return problem.m * problem.k <= largest_x;
+}
+
 // Plans the same kernel with fused RMSNorm, for the numbers of tokens measured to be faster. The two n-tiles of a pass
 // are gate and up.
 bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  if (!problem.normed || !problem.x_aligned || problem.k % kStepColumns != 0) return false;
+  if (!problem.normed || !norm_fits(problem, gpu)) return false;
   if (problem.gated && problem.n % (2 * kTileN) != 0) return false;
-  const int64_t largest_x = tiles_n(problem.n) >= 8 * gpu.num_sms ? 32768 : 8192;  // elements
-  if (problem.m * problem.k > largest_x) return false;
   int best = -1;
   for (int index = 0; index < static_cast<int>(std::size(kResident)); ++index) {
     if (problem.gated && kResident[index].tiles_n != 2) continue;
@@ -155,6 +160,33 @@ bool supports(const Problem& problem, const Gpu& gpu) {
 
 bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return is_fused(problem) ? plan_normed(problem, gpu, plan) : plan_plain(problem, gpu, plan);
+}
+
+// One kernel for all weights, which is faster than one for each. The tile with the fewest n-tile slots in the CTA with
+// the most passes wins.
+bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan) {
+  if (!runs_sm90(gpu) || !is_float_int4(problem) || problem.batch_invariant) return false;
+  if (problem.x_dtype != DType::kBFloat16 || problem.scale_dtype != DType::kBFloat16) return false;
+  if (rows.empty() || rows.size() > kMaxParts || problem.m < 1 || problem.m > kResidentTokens) return false;
+  if (problem.normed && !norm_fits(problem, gpu)) return false;
+  int64_t fewest = INT64_MAX;
+  for (int index = 0; index < static_cast<int>(std::size(kResident)); ++index) {
+    const ResidentConfig& config = kResident[index];
+    if (problem.gated && config.tiles_n != 2) continue;
+    const int passes = passes_over_parts(rows, problem.gated, config.tiles_n);
+    const int ctas = std::min(gpu.num_sms, passes);
+    const int64_t places = ceil_div(passes, ctas) * config.tiles_n;
+    ResidentParams params;
+    int shared_bytes;
+    if (places >= fewest ||
+        !resident_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes, passes)) {
+      continue;
+    }
+    fewest = places;
+    fill(problem, Body::kStreamResident, "few bfloat16 tokens from sm_90 on: several weights in one kernel", config,
+         index, ctas, 1, shared_bytes, plan);
+  }
+  return fewest < INT64_MAX;
 }
 
 // Measured to be faster where shared memory holds x and three n-tiles per pass, or where one pass is enough. A pass

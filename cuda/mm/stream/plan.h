@@ -2,6 +2,7 @@
 // A plan function returns false if another kernel family is faster or nothing fits.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "qao/grouped_mm.h"
@@ -10,6 +11,7 @@ namespace qao::mm::stream {
 
 bool supports(const Problem& problem, const Gpu& gpu);
 bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan);  // the only kernels that fuse RMSNorm
+bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan);
 bool plan_tma(const Problem& problem, const Gpu& gpu, Plan* plan);
 bool plan_ring(const Problem& problem, const Gpu& gpu, Plan* plan);
 

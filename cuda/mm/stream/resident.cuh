@@ -3,6 +3,8 @@
 // A CTA owns a run of n-tiles and computes kTilesN of them per pass. Its warps split K: each takes every kWarps-th
 // K-step of 128 columns through its private cp.async ring, which keeps running across passes. x is loaded to shared
 // memory once. Partial sums of the warps are added in a fixed order.
+//
+// With several weights (`merged`), CTAs own runs of passes, and a pass lies in one weight.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -15,21 +17,24 @@
 
 namespace qao::mm::stream::held {
 
-template <typename Tile, typename T, typename Product>
+template <typename Tile, typename T, typename Product, bool merged>
 struct Held {
   static constexpr int kR = Tile::kTilesN, kWarps = Tile::kWarps;
   const Params& p;
   const ResidentParams& d;
-  const int lane, slice, row_tile0, row_tiles;
+  const ResidentParts* const parts;            // null unless merged
+  const int lane, slice, row_tile0, row_tiles;  // of this CTA; passes if merged
   const uint32_t shared, ring;
 
-  __device__ __forceinline__ Held(const Params& params, const ResidentParams& few, uint32_t base)
+  __device__ __forceinline__ Held(const Params& params, const ResidentParams& few, const ResidentParts* weights,
+                                  uint32_t base)
       : p(params),
         d(few),
+        parts(weights),
         lane(threadIdx.x % 32),
         slice(ptx::warp_index()),
         row_tile0(blockIdx.x * d.row_tiles + min(static_cast<int>(blockIdx.x), d.more_row_tiles)),
-        row_tiles((d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)) << gated()),
+        row_tiles((d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)) << (merged ? 0 : gated())),
         shared(base),
         ring(base + d.ring_offset + ptx::warp_index() * Tile::kStages * d.stage_bytes) {}
 
@@ -37,17 +42,46 @@ struct Held {
   __device__ __forceinline__ int gated() const { return kR == 2 ? d.gated : 0; }
   __device__ __forceinline__ Factors factors() const { return {shared + d.factors_offset}; }
 
+  // The n-tiles of a pass over several weights: `tiles` of them from n-tile `first` of a part on, or n-tile `first` of
+  // both gate and up. `pass` counts from the first of the grid.
+  struct Place {
+    int part, first, tiles;
+  };
+  __device__ __forceinline__ Place place_of(int pass) const {
+    int part = 0;
+    while (part + 1 < parts->count && pass >= parts->first_pass[part + 1]) ++part;
+    const int first = (pass - parts->first_pass[part]) * (kR >> gated());
+    return {part, first, gated() ? 2 : min(kR, parts->part[part].row_tiles - first)};
+  }
+
   // Iterates over the K-steps of this warp, pass after pass, with this lane's global pointers.
   struct Cursor {
     int step;
-    int tiles;  // remaining n-tiles of the CTA; zero or less past the last pass
+    int tiles;  // remaining n-tiles of the CTA, of the pass if merged; zero or less past the last pass
     const uint8_t *weight, *scales;
+    int pass;  // merged: counted from the first of the grid
   };
   __device__ __forceinline__ int group_bytes_at(int step) const {
     return (step * d.groups_of_step >> d.group_shift) * p.group_bytes;
   }
+  // Sets a cursor's pointers to its K-step of its pass.
+  __device__ __forceinline__ void enter(Cursor& at) const {
+    at.tiles = 0;
+    if (at.pass >= row_tile0 + row_tiles) return;
+    const Place place = place_of(at.pass);
+    const ResidentParts::Part& part = parts->part[place.part];
+    const int chunk = lane & ((1 << d.chunk_shift) - 1);
+    at.tiles = place.tiles;
+    at.weight = part.weight + place.first * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
+    at.scales = part.scales + place.first * d.row_tile_scale_bytes +
+                (lane >> d.chunk_shift) * d.next_tile_scale_bytes + group_bytes_at(at.step) + chunk * 16;
+  }
   // Moves a cursor past the last K-step to the next pass.
   __device__ __forceinline__ void turn(Cursor& at) const {
+    if constexpr (merged) {
+      while (at.step >= d.steps) at.step -= d.steps, ++at.pass;
+      return enter(at);
+    }
     const int before = at.step;
     while (at.step >= d.steps) {
       at.step -= d.steps, at.tiles -= kR;
@@ -57,10 +91,16 @@ struct Held {
     at.scales -= group_bytes_at(before) - group_bytes_at(at.step);
   }
   __device__ __forceinline__ Cursor first() const {
+    if constexpr (merged) {
+      Cursor at{slice, 0, nullptr, nullptr, row_tile0};
+      turn(at);
+      return at;
+    }
     const int chunk = lane & ((1 << d.chunk_shift) - 1);
     Cursor at{slice, row_tiles, p.weight + row_tile0 * d.row_tile_bytes + slice * kStepBytes + lane * 16,
               p.scales + row_tile0 * d.row_tile_scale_bytes + (lane >> d.chunk_shift) * d.next_tile_scale_bytes +
-                  group_bytes_at(slice) + chunk * 16};
+                  group_bytes_at(slice) + chunk * 16,
+              0};
     turn(at);
     return at;
   }
@@ -158,24 +198,33 @@ struct Held {
   // four others need.
   __device__ __forceinline__ void write(int pass, int slots) const {
     constexpr int kQuads = kR * kTileN / 4;
-    const int all = slots * d.tokens * kQuads, outputs = p.n >> gated();
+    const int all = slots * d.tokens * kQuads;
     for (int first = threadIdx.x / 32 * 32; first < all; first += Tile::kThreads) {  // uniform across the warp
       const int i = first + lane, quad = i % kQuads, tile = quad / 4;
       int slot = 0, token = i / kQuads;
       while (i < all && token >= d.tokens) token -= d.tokens, ++slot;
-      const int row_tile = (pass + slot) * kR + tile;
-      const bool exists = i < all && row_tile < row_tiles;
-      const int n = (row_tile0 + (row_tile >> gated())) * kTileN + quad % 4 * 4 + (gated() ? tile * outputs : 0);
+      const Rows rows = rows_of(pass + slot, tile);
+      const bool exists = i < all && rows.exist;
+      const int n = rows.first + quad % 4 * 4;
       float value[4] = {};
       if (exists) {
         add_slices<kWarps>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
         if (d.normed) multiply(value, factors().of(token));
       }
-      repair<FewX<T>>(p, d, n, token, value);
+      if constexpr (merged) {
+        repair_part(rows.part, n, token, value);
+      } else {
+        repair<FewX<T>>(p, d, n, token, value);
+      }
       if constexpr (Product::kFp4) {
         if (exists) divide_rows(p, p.scales, n, value);
       }
-      if (exists) add_bias(p, p.bias, n, value);
+      if constexpr (merged) {
+        const ResidentParts::Part& part = parts->part[rows.part];
+        if (exists) add_bias(part.bias, p.bias_dtype, part.n, n, value);
+      } else {
+        if (exists) add_bias(p, p.bias, n, value);
+      }
       if (gated()) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -183,7 +232,40 @@ struct Held {
           value[e] = __fdividef(value[e], 1 + __expf(-value[e])) * up;
         }
       }
-      if (exists && (tile == 0 || !gated())) store_rows<T>(p, outputs, n, token, value);
+      if (!exists || (tile != 0 && gated())) continue;
+      if constexpr (merged) {
+        store_rows<T>(parts->part[rows.part].y, parts->part[rows.part].n, n, token, value);
+      } else {
+        store_rows<T>(p.y, p.n >> gated(), n, token, value);
+      }
+    }
+  }
+  // Rows of W of an n-tile of a pass, counted from the CTA's first.
+  struct Rows {
+    int part, first;
+    bool exist;
+  };
+  __device__ __forceinline__ Rows rows_of(int pass, int tile) const {
+    if constexpr (merged) {
+      if (pass >= row_tiles) return {0, 0, false};
+      const Place place = place_of(row_tile0 + pass);
+      if (gated()) return {tile, place.first * kTileN, true};
+      return {place.part, (place.first + tile) * kTileN, tile < place.tiles};
+    } else {
+      const int row_tile = pass * kR + tile;
+      const int n = (row_tile0 + (row_tile >> gated())) * kTileN + (gated() ? tile * (p.n >> gated()) : 0);
+      return {0, n, row_tile < row_tiles};
+    }
+  }
+  // The same as repair() for lanes with rows of different weights.
+  __device__ __forceinline__ void repair_part(int part, int n, int token, float (&value)[4]) const {
+    uint32_t wrong = __ballot_sync(kAllLanes, !isfinite(value[0] + value[1] + value[2] + value[3]));
+    for (; wrong != 0; wrong &= wrong - 1) {
+      const int from = __ffs(wrong) - 1;
+      const ResidentParts::Part& of = parts->part[__shfl_sync(kAllLanes, part, from)];
+      const float4 again = exact<FewX<T>>(p, d, of.weight, of.scales, __shfl_sync(kAllLanes, n, from),
+                                          __shfl_sync(kAllLanes, token, from));
+      if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
     }
   }
   static __device__ __forceinline__ void multiply(float (&value)[4], float factor) {
@@ -192,22 +274,31 @@ struct Held {
   }
 };
 
-// T is the dtype of x, Product the MMA policy of W's format.
-template <typename Tile, typename T, typename Product>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    resident_kernel(const __grid_constant__ Params p, const __grid_constant__ ResidentParams d) {
+// The kernel's body. T is the dtype of x, Product the MMA policy of W's format.
+template <typename Tile, typename T, typename Product, bool merged>
+__device__ __forceinline__ void run(const Params& p, const ResidentParams& d, const ResidentParts* parts) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using Cta = Held<Tile, T, Product>;
-  const Cta cta(p, d, ptx::shared_address(shared));
+  using Cta = Held<Tile, T, Product, merged>;
+  const Cta cta(p, d, parts, ptx::shared_address(shared));
 
   // PDL: the previous kernel may still run and may write anything, even weights. Before the wait, only prefetch weights
   // to L2, where a later write to them is still seen.
-  if (threadIdx.x < min(cta.row_tiles, 2 * Tile::kTilesN)) {
-    const int tile = cta.row_tile0 + (threadIdx.x >> cta.gated()), second = threadIdx.x & cta.gated();
-    const uint8_t* weight = p.weight + tile * d.row_tile_bytes;
-    const uint8_t* scales = p.scales + tile * d.row_tile_scale_bytes;
-    ptx::prefetch_l2(weight + second * d.next_tile_bytes, min(p.k_tiles * kTileBytes, kPrefetchBytes));
-    ptx::prefetch_l2(scales + second * d.next_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
+  if (static_cast<int>(threadIdx.x) < min(merged ? cta.row_tiles * Tile::kTilesN : cta.row_tiles, 2 * Tile::kTilesN)) {
+    const uint8_t *weight = p.weight, *scales = p.scales;
+    int tile = cta.row_tile0 + (threadIdx.x >> cta.gated()), second = threadIdx.x & cta.gated();
+    bool exists = true;
+    if constexpr (merged) {
+      const auto place = cta.place_of(cta.row_tile0 + threadIdx.x / Tile::kTilesN);
+      const int of_pass = threadIdx.x % Tile::kTilesN;
+      weight = parts->part[place.part].weight, scales = parts->part[place.part].scales;
+      tile = place.first + (of_pass >> cta.gated()), second = of_pass & cta.gated();
+      exists = of_pass < place.tiles;
+    }
+    if (exists) {
+      weight += tile * d.row_tile_bytes, scales += tile * d.row_tile_scale_bytes;
+      ptx::prefetch_l2(weight + second * d.next_tile_bytes, min(p.k_tiles * kTileBytes, kPrefetchBytes));
+      ptx::prefetch_l2(scales + second * d.next_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
+    }
   }
   if (d.normed && p.norm_weight != nullptr && threadIdx.x == 32 && blockIdx.x < 4) {
     ptx::prefetch_l2(p.norm_weight, p.k * 2);
@@ -248,6 +339,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     if (cta.slice < d.tokens) cta.factors().make(p, d.steps, cta.slice);
   }
   cta.walk(ahead);
+}
+
+template <typename Tile, typename T, typename Product>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    resident_kernel(const __grid_constant__ Params p, const __grid_constant__ ResidentParams d) {
+  run<Tile, T, Product, false>(p, d, nullptr);
+}
+
+template <typename Tile, typename T, typename Product>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    merged_kernel(const __grid_constant__ Params p, const __grid_constant__ ResidentParams d,
+                  const __grid_constant__ ResidentParts parts) {
+  run<Tile, T, Product, true>(p, d, &parts);
 }
 
 }  // namespace qao::mm::stream::held

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 
 #include "common/integers.h"
 #include "int4/layout.h"
@@ -47,13 +48,36 @@ struct ResidentParams {
   bool zeros;
 };
 
+// Weights that share x. A pass computes n-tiles of one of them, or one n-tile of gate and one of up.
+struct ResidentParts {
+  struct Part {
+    const uint8_t *weight, *scales;
+    const void* bias;
+    void* y;
+    int n, row_tiles;
+  };
+  int count;                  // of the parts whose n-tiles are passed over: all, or only the first if gated
+  int first_pass[kMaxParts];  // of each part
+  Part part[kMaxParts];
+};
+
+// Passes over weights of `rows` out_features each.
+inline int passes_over_parts(std::span<const int64_t> rows, bool gated, int tiles_n) {
+  int passes = 0;
+  for (const int64_t n : gated ? rows.first(1) : rows) {
+    passes += ceil_div(static_cast<int>(int4::tiles_n(n)), tiles_n >> gated);
+  }
+  return passes;
+}
+
 // Returns false if a K-step has more groups than the columns of an MMA or the lanes that copy scales can handle, or if
-// a CTA needs more than `shared_limit` bytes.
+// a CTA needs more than `shared_limit` bytes. `passes`: those over several weights, which row_tiles then counts instead
+// of n-tiles, or 0.
 inline bool resident_params(const Problem& problem, const ResidentConfig& config, int ctas, int shared_limit,
-                            ResidentParams* to, int* shared_bytes) {
+                            ResidentParams* to, int* shared_bytes, int passes = 0) {
   ResidentParams d{};
   d.normed = problem.normed, d.gated = problem.gated;
-  const int row_tiles = static_cast<int>(tiles_n(problem.n)) >> d.gated;
+  const int row_tiles = passes > 0 ? passes : static_cast<int>(tiles_n(problem.n)) >> d.gated;
   const Walk walk = fill_walk(problem, row_tiles, ctas, config.warps, &d);
   d.steps = walk.steps;
   const int distance = problem.gated ? row_tiles : 1;
@@ -69,7 +93,7 @@ inline bool resident_params(const Problem& problem, const ResidentConfig& config
   if (x_bytes > shared_limit) return false;
   d.zeros_offset = static_cast<int>(x_bytes);
   const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
-  d.passes = passes_over(walk.most << d.gated, config.tiles_n);
+  d.passes = passes > 0 ? walk.most : passes_over(walk.most << d.gated, config.tiles_n);
   // Copies that straddle 128-byte lines are slower.
   d.stage_bytes = round_up(config.tiles_n * (kStepBytes + walk.scale_bytes), 128);
   d.ring_offset = round_up(d.zeros_offset + kZeroBytes, 128);

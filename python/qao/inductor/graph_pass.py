@@ -10,9 +10,10 @@ from torch.fx import Graph
 
 from . import report
 from .attention import replace_attention
+from .norms import fuse_norms
 from .products import merge_products
 
-_PASSES = replace_attention, merge_products
+_PASSES = replace_attention, merge_products, fuse_norms
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -31,6 +32,23 @@ def arguments(node: Node) -> dict[str, Any]:
 def is_call(node: Any, *targets: Any) -> bool:
     """Whether ``node`` is a call of one of these operators."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def is_input(node: Any) -> bool:
+    """Whether ``node`` is available from the first node of the graph on."""
+    return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
+
+
+def rows_of(node: Node) -> int | None:
+    """Product of all sizes of a result but the last; None if one of them is dynamic."""
+    sizes = value(node).shape[:-1]
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def on_hopper(node: Node) -> bool:
+    """Whether a result is on a GPU of compute capability 9.0 or higher, for which the kernels of few tokens are."""
+    device = value(node).device
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:

@@ -1,6 +1,7 @@
 """Pass: linear layers that read one input become one operator of several weights.
 
-On a CPU it packs or quantizes the input once, and its threads start once for all weights.
+The operator packs or quantizes the input once. On a CPU its threads start once for all weights; on Hopper one kernel
+multiplies few tokens with several int4 weights.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..ops.merged_mm import MERGED
-from .nodes import arguments, call, value
+from . import norms
+from .nodes import arguments, call, is_input, value
 from .report import Report
 
+_QUANTIZE_X = tuple(
+    getattr(torch.ops.qao, name).default for name in ("int8_int8_mm", "int8_int4_mm", "fp8_fp8_mm", "fp8_int4_mm")
+)
 _LISTS = "weight", "scales", "bias", "weight_sums", "out_features"  # arguments of the operator that are lists
 
 
@@ -39,9 +45,15 @@ def _alike(graph: Graph) -> list[list[Node]]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in MERGED:
             given = arguments(node)
-            if value(node).device.type == "cpu" and not _special(given):
+            if _merges(node, given) and not _special(given):
                 groups.setdefault((node.target, *_shared(given)), []).append(node)
     return [nodes for nodes in groups.values() if len(nodes) > 1]
+
+
+def _merges(node: Node, given: dict[str, Any]) -> bool:
+    if value(node).device.type == "cpu":
+        return True
+    return node.target in _QUANTIZE_X or (node.target is torch.ops.qao.int4_mm.default and norms.applies(given["x"]))
 
 
 def _special(given: dict[str, Any]) -> bool:
@@ -49,7 +61,7 @@ def _special(given: dict[str, Any]) -> bool:
     if given.get("batch_invariant") or given.get("row_scales") is not None:
         return True
     operands = (given.get(name) for name in _LISTS)
-    return any(isinstance(operand, Node) and operand.op not in ("placeholder", "get_attr") for operand in operands)
+    return any(isinstance(operand, Node) and not is_input(operand) for operand in operands)
 
 
 def _shared(given: dict[str, Any]) -> Iterator[Any]:

@@ -70,6 +70,24 @@ for _merged in MERGED.values():
     _register_merged(_merged)
 
 
+@fake_kernel("_merged_add_rms_norm_int4_mm")
+def _(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    weight: list[Tensor],
+    scales: list[Tensor],
+    bias: list[Tensor | None],
+    eps: float,
+    out_features: Sequence[int] = (),
+    in_features: int = 0,
+    group_size: int = 0,
+    gated: bool = False,
+) -> list[Tensor]:
+    sizes = out_features or [each.shape[0] * TILE_N for each in weight]
+    return [*(_like_x(x, n) for n in sizes[: 1 if gated else None]), _like_x(x, x.shape[-1])]
+
+
 @fake_kernel("decode_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     batch, heads, queries, _ = q.shape
@@ -90,7 +108,8 @@ def _(
     group_size: int,
     gated: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _like_x(x, out_features // 2 if gated else out_features), _like_x(x, x.shape[-1])
+    n = out_features or weight.shape[0] * TILE_N
+    return _like_x(x, n // 2 if gated else n), _like_x(x, x.shape[-1])
 
 
 @fake_kernel("expert_sort")

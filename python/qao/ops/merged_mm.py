@@ -25,3 +25,5 @@ MERGED: dict[Any, Any] = {
         "fp8_int4_mm",
     )
 }
+# RMSNorm(x + residual), products of it with several int4 weights, and optionally SiLU(first) * second; then that sum.
+FUSED: Any = torch.ops.qao._merged_add_rms_norm_int4_mm.default
