@@ -1,20 +1,23 @@
 // Attention of few tokens over a key-value cache.
-#include "cpu/attention.h"
+#include "qao/attention.h"
 
+#include "cpu/attention.h"
 #include "operators.h"
 
 namespace qao {
 namespace {
 
-using Mask = cpu::AttentionProblem::Mask;
+using attention::Arguments;
+using attention::Mask;
+using attention::Problem;
 
-// q, k or v [batch, heads, length, size] with contiguous rows.
+// q, k or v [batch, heads, length, size] with contiguous rows, which a GPU reads 16 bytes at a time.
 struct Operand {
   Operand(const Op& op, const Tensor& tensor, const Argument& given) {
     op.check(given.dim() == 4, "q, k and v must have shape [batch, heads, length, size]",
              "Call view or unsqueeze on them");
-    const bool regular = given.size(3) == 1 || given.stride(3) == 1;
-    if (!regular) copy = contiguous(tensor, given);
+    const bool regular = (given.size(3) == 1 || given.stride(3) == 1) && (given.is_cpu() || is_aligned(given));
+    if (!regular) copy = given.is_contiguous() ? cloned(tensor, given) : contiguous(tensor, given);
     data = regular ? given.data() : copy->data_ptr();
     int64_t step = 1;  // of a contiguous tensor
     for (int i = 2; i >= 0; --i) {
@@ -22,14 +25,20 @@ struct Operand {
       strides[i] = regular ? given.stride(i) : step;
     }
   }
+  static bool is_aligned(const Argument& given) {
+    bool aligned = given.is_aligned(attention::kAlignment);
+    for (int i = 0; i < 3; ++i) {  // elements of two bytes; others fail later
+      aligned = aligned && (given.size(i) == 1 || given.stride(i) * 2 % attention::kAlignment == 0);
+    }
+    return aligned;
+  }
   std::optional<Tensor> copy;
   const void* data;
   int64_t strides[3];
 };
 
 // Sets the mask, which broadcasts to [batch, heads, queries, keys].
-void use_mask(const Op& op, const Argument& mask, const Argument& q, cpu::AttentionProblem& p,
-              cpu::AttentionArguments& a) {
+void use_mask(const Op& op, const Argument& mask, const Argument& q, Problem& p, Arguments& a) {
   const int64_t shape[] = {p.batch, p.heads, p.queries, p.keys};
   bool fits = mask.dim() <= 4;
   for (int64_t i = 0; fits && i < mask.dim(); ++i) {
@@ -52,7 +61,7 @@ Tensor decode_attention(const Tensor& q_tensor, const Tensor& k_tensor, const Te
   std::optional<Argument> mask;
   if (mask_tensor) op.involve(&mask.emplace("mask", *mask_tensor));
 
-  cpu::AttentionProblem p;
+  Problem p;
   p.dtype = op.float_dtype(q);
   op.check(k.dtype() == q.dtype() && v.dtype() == q.dtype(), "q, k and v must have one dtype", "Cast them to one");
   op.check(q.same_device(k) && q.same_device(v), "q, k and v are on different devices",
@@ -68,17 +77,25 @@ Tensor decode_attention(const Tensor& q_tensor, const Tensor& k_tensor, const Te
            "the heads of q must be a multiple of those of k and v, and heads not empty",
            "Pass k and v with one head per group of query heads, or one per query head");
   p.scale = static_cast<float>(scale);
-  cpu::AttentionArguments a;
+  Arguments a;
   a.q = of_q.data, a.k = of_k.data, a.v = of_v.data;
   for (int i = 0; i < 3; ++i) {
     a.q_strides[i] = of_q.strides[i], a.k_strides[i] = of_k.strides[i], a.v_strides[i] = of_v.strides[i];
   }
   if (mask) use_mask(op, *mask, q, p, a);
-  op.check(q.is_cpu(), "the operator runs on a CPU only", "Call torch's scaled_dot_product_attention on a GPU");
   Tensor y = empty({p.batch, p.queries, p.heads, p.value_size}, q.dtype(), q);
   if (p.batch * p.queries * p.heads == 0) return y;
   a.y = y.data_ptr();
-  op.check(cpu::attention(p, a, torch_threads(p.batch * p.heads * p.queries * p.keys * (p.size + p.value_size))));
+  if (q.is_cpu()) {
+    op.check(cpu::attention(p, a, torch_threads(p.batch * p.heads * p.queries * p.keys * (p.size + p.value_size))));
+  } else {
+#if defined(QAO_WITH_CUDA)
+    const DeviceScope scope(q);
+    op.check(attention::launch(p, a, current_stream(q)));
+#else
+    op.fail_without_cuda();
+#endif
+  }
   return y;
 }
 

@@ -91,8 +91,8 @@ def _others(device: str) -> dict[str, Arguments]:
         "add_rms_norm_int4_mm": {"x": x, "residual": x.clone(), **fused, "gated": True},
         "int4_embedding": {"ids": ids, "weight": weight, "scales": scales, **rows, "dtype": torch.float32},
         "decode_attention": {
-            **{name: torch.randn(1, heads, 5, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
-            **{"mask": torch.ones(5, 5, dtype=torch.bool), "scale": 0.25},
+            **{n: torch.randn(1, h, 5, 16, device=device).half() for n, h in (("q", 4), ("k", 2), ("v", 2))},
+            **{"mask": torch.ones(5, 5, dtype=torch.bool, device=device), "scale": 0.25},
         },
         "gguf_mm": {"x": x[:, :192].float().cpu(), "weight": q8, "bias": bias.cpu(), "qtype": 8},
         "dequantize_gguf": {"weight": q8, "qtype": 8, "dtype": torch.float32},

@@ -15,7 +15,9 @@
 namespace qao::cpu {
 namespace {
 
-using Mask = AttentionProblem::Mask;
+using attention::Arguments;
+using attention::Mask;
+using attention::Problem;
 
 constexpr struct {
   Features needs;
@@ -30,14 +32,9 @@ constexpr struct {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// A mask value below it counts as -infinity, so that keys masked by the least float of a dtype are not read.
-float lowest(const AttentionProblem& p) {
-  return p.mask == Mask::kFloat && p.mask_dtype == DType::kFloat16 ? -65503.0f : -1e30f;
-}
-
 class Attention {
  public:
-  Attention(const AttentionProblem& problem, const AttentionArguments& arguments, const AttentionKernels& kernels)
+  Attention(const Problem& problem, const Arguments& arguments, const AttentionKernels& kernels)
       : p_(problem), a_(arguments), kernels_(kernels) {
     rows_ = p_.heads / p_.kv_heads * p_.queries;
     mask_rows_ = p_.mask == Mask::kNone ? 0 : a_.mask_strides[1] == 0 ? p_.queries : rows_;
@@ -132,8 +129,8 @@ class Attention {
     for (int64_t d = 0; d < p_.value_size; ++d) store(a_.y, y_row * p_.value_size + d, p_.dtype, values[d] * inverse);
   }
 
-  const AttentionProblem& p_;
-  const AttentionArguments& a_;
+  const Problem& p_;
+  const Arguments& a_;
   const AttentionKernels& kernels_;
   int64_t rows_, mask_rows_, chunks_;
   float *largest_ = nullptr, *sums_ = nullptr, *values_ = nullptr;
@@ -141,7 +138,7 @@ class Attention {
 
 }  // namespace
 
-Status attention(const AttentionProblem& p, const AttentionArguments& a, const Threads& threads) {
+Status attention(const attention::Problem& p, const attention::Arguments& a, const Threads& threads) {
   Features features;
   if (Status status = selected_features(&features); !status.ok()) return status;
   const auto* row = kTable;
@@ -152,7 +149,7 @@ Status attention(const AttentionProblem& p, const AttentionArguments& a, const T
   Pieces pieces(scratch(Scratch::kActivations, count.bytes()));
   attention.lay_out(pieces);
   const auto chunks = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) attention.run(i, lowest(p));
+    for (int64_t i = begin; i < end; ++i) attention.run(i, p.lowest_mask());
   };
   const auto heads = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) attention.combine(i);

@@ -85,11 +85,12 @@ def _merged_product(scheme: Scheme) -> Callable[[str], float]:
 
 
 def _decode_attention(device: str) -> float:
-    q, k, v = (_random(2, heads, 33, 64, device=device).float() for heads in (4, 2, 2))
-    y = qao.decode_attention(q[:, :, :3], k, v, torch.ones(3, 33, dtype=torch.bool).tril(30), 0.125)
+    q, k, v = (_random(2, heads, 33, 64, device=device) for heads in (4, 2, 2))
+    keep = torch.ones(3, 33, dtype=torch.bool, device=device).tril(30)
+    y = qao.decode_attention(q[:, :, :3], k, v, keep, 0.125)
     keys, values = (tensor.double().repeat_interleave(2, 1) for tensor in (k, v))
     scores = q[:, :, :3].double() @ keys.transpose(-1, -2) * 0.125
-    weights = torch.softmax(scores.masked_fill(torch.ones(3, 33, dtype=torch.bool).triu(31), -math.inf), -1)
+    weights = torch.softmax(scores.masked_fill(~keep, -math.inf), -1)
     return _distance(y, (weights @ values).transpose(1, 2))
 
 
@@ -321,4 +322,4 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
 # Operators without CUDA kernels.
-OF_CPU = ("decode_attention", "dequantize_gguf", "gguf_embedding", "gguf_mm", "quantize_blocks", "quantize_fp4")
+OF_CPU = ("dequantize_gguf", "gguf_embedding", "gguf_mm", "quantize_blocks", "quantize_fp4")
