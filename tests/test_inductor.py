@@ -251,6 +251,18 @@ def test_attention_without_groups_mask_or_cache() -> None:
     assert list(seen.replaced) == ["decode_attention"]
 
 
+def test_causal_attention_without_a_mask_stays() -> None:
+    """torch counts from the first key: one query sees one key."""
+
+    def causal(q: Tensor, k: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+    q, k = randn(1, 4, 1, 8, seed=1), randn(1, 4, 9, 8, seed=2)
+    y, seen = compiled(causal, q, k)
+    torch.testing.assert_close(y, causal(q, k))
+    assert list(seen.left) == ["attention: a causal mask without a tensor"]
+
+
 def test_attention_of_a_dynamic_number_of_tokens_stays() -> None:
     model = CachedAttention("expand", torch.float32)
     q = randn(2, 6, 5, 16, seed=3)

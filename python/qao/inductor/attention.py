@@ -47,7 +47,7 @@ def _unsuitable(node: Node, given: dict[str, Any]) -> str | None:
         return "the number of tokens is dynamic; a call with one token has a graph to itself"
     if tokens > MOST_QUERIES:
         return f"more than {MOST_QUERIES} tokens, for which ATen's kernel is faster"
-    if given["is_causal"] and tokens > 1:
+    if given["is_causal"]:
         return "a causal mask without a tensor"
     if given["dropout_p"]:
         return "dropout"
