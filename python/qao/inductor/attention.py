@@ -1,7 +1,8 @@
 """Pass: attention of a few tokens over a key-value cache becomes ``qao::decode_attention``.
 
-ATen's attention of a CPU reads keys and values with one head per query head. Models with grouped queries therefore
-repeat both in front of it, which copies the whole cache for every token. The operator reads the cache as it is.
+ATen's attention reads keys and values with one head per query head. Models with grouped queries therefore repeat both
+in front of it, which copies the whole cache for every token. The operator reads the cache as it is, and on a GPU only
+up to the last key that counts.
 """
 
 from __future__ import annotations
@@ -12,26 +13,36 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..schemes.base import _host
 from .nodes import arguments, aten, call, is_call, strip, value
 from .report import Report
 
 MOST_QUERIES = 16  # tokens of a call up to which the operator is faster: decoding, and checks of drafted tokens
-_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+_MASKS = {  # ATen's attention on a CPU and on a GPU, and its argument of the mask
+    aten._scaled_dot_product_flash_attention_for_cpu.default: "attn_mask",
+    aten._scaled_dot_product_cudnn_attention.default: "attn_bias",
+    aten._scaled_dot_product_efficient_attention.default: "attn_bias",
+    aten._scaled_dot_product_flash_attention.default: "",  # takes none
+}
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 def replace_attention(graph: Graph, report: Report) -> None:
     """Replace the attention of few tokens in ``graph``, in place."""
-    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+    for node in list(graph.nodes):
+        if not is_call(node, *_MASKS):
+            continue
         given = arguments(node)
         why = _unsuitable(node, given)
         if why is not None:
             report.leave(f"attention: {why}", node)
             continue
         query, key, other = given["query"], _ungrouped(given["key"]), _ungrouped(given["value"])
+        # The operator broadcasts the mask, and reads one that heads share once.
+        mask = strip(given.get(_MASKS[node.target]), aten.expand.default)
         scale = given["scale"] if given["scale"] is not None else value(query).shape[-1] ** -0.5
         with graph.inserting_before(node):
-            y = call(graph, node, torch.ops.qao.decode_attention.default, query, key, other, given["attn_mask"], scale)
+            y = call(graph, node, torch.ops.qao.decode_attention.default, query, key, other, mask, scale)
             y = call(graph, node, aten.permute.default, y, [0, 2, 1, 3])
         for user in list(node.users):
             user.replace_all_uses_with(y)
@@ -51,10 +62,24 @@ def _unsuitable(node: Node, given: dict[str, Any]) -> str | None:
         return "a causal mask without a tensor"
     if given["dropout_p"]:
         return "dropout"
-    if any(not is_call(user, operator.getitem) or user.args[1] != 0 for user in node.users):
+    if any(not is_call(user, operator.getitem) or (user.args[1] != 0 and user.users) for user in node.users):
         return "its log-sum-exp is used"
     if _ungrouped(given["key"]) is not given["key"] and _groups(given["key"]) != _groups(given["value"]):
         return "keys and values are repeated differently"
+    return _unsuitable_on_a_gpu(given) if value(given["query"]).device.type != "cpu" else None
+
+
+def _unsuitable_on_a_gpu(given: dict[str, Any]) -> str | None:
+    """Why this attention on a GPU stays."""
+    query, sizes = value(given["query"]), (value(given["query"]).shape[3], value(given["value"]).shape[3])
+    if _host is not None and not _host.build_info()["cuda"]:
+        return "this build of qao has no CUDA kernels"
+    if torch.cuda.get_device_capability(query.device)[0] != 9:
+        return "the kernel is made for Hopper GPUs"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(query.dtype).removeprefix('torch.')} on a GPU"
+    if any(size % 8 or size > 256 for size in sizes):
+        return "on a GPU, heads of more than 256 elements or of no multiple of 8"
     return None
 
 
