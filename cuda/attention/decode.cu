@@ -57,6 +57,18 @@ __host__ __device__ constexpr int owned_rows(int stored_rows, int log2_splits) {
   return (stored_rows + (1 << log2_splits) - 1) >> log2_splits;
 }
 
+// Stores to the shared memory of a CTA of the cluster.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void store_cluster_float4(uint32_t to, float4 value) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "f"(value.x), "f"(value.y),
+               "f"(value.z), "f"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_cluster_float2(uint32_t to, float2 value) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(to), "f"(value.x), "f"(value.y) : "memory");
+}
+#endif
+
 // Sends this CTA's part of a row to its owner.
 template <int kSize>
 __device__ __forceinline__ void send(const Params& s, const Block& block, int row, int place, int slots, Part part,
@@ -64,10 +76,10 @@ __device__ __forceinline__ void send(const Params& s, const Block& block, int ro
 #if __CUDA_ARCH__ >= 900
   const int owner = row & (s.splits - 1), slot = row >> s.log2_splits;
   const uint32_t to = ptx::shared_address(inbox + (block.rank * slots + slot) * (kSize / 4) + place);
-  ptx::store_cluster_float4(ptx::cluster_address(to, owner), value);
+  store_cluster_float4(ptx::cluster_address(to, owner), value);
   if (place > 0) return;
   const uint32_t part_to = ptx::shared_address(&shared.arrived[block.rank][slot]);
-  ptx::store_cluster_float2(ptx::cluster_address(part_to, owner), {part.largest, part.sum});
+  store_cluster_float2(ptx::cluster_address(part_to, owner), {part.largest, part.sum});
 #endif
 }
 
@@ -86,9 +98,11 @@ __global__ void __launch_bounds__(kWarps<kSize> * 32, 1) decode_kernel(const __g
   ptx::wait_then_launch_dependents();
 
   Own own(s, block, thread % 32);
+  const int tile = block.rank + s.splits * warp;
+  own.load_first(tile);
   own.load_q(q_rows);
   const Range range = range_of(s, block, shared.range);
-  own.run(range, block.rank + s.splits * warp, s.splits * kWarps<kSize>);
+  own.run(range, tile, s.splits * kWarps<kSize>);
 
   const int stored_rows = min(kRows, s.rows), slots = owned_rows(stored_rows, s.log2_splits);
   float4* const inbox = values + values_of_warps<kSize>(stored_rows);
@@ -124,12 +138,13 @@ __global__ void __launch_bounds__(kWarps<kSize> * 32, 1) decode_kernel(const __g
 #endif
 }
 
-// CTAs of a cluster: as many as have a tile for each warp, while the GPU has SMs for them.
+// CTAs of a cluster: as many as have a tile for each warp, while the GPU runs all clusters at once. A GPC has SMs left
+// that fill no cluster: 16 clusters of 8 took two waves on the 132 SMs of an H200.
 template <int kSize>
 int log2_splits(const Params& s, int64_t blocks, int num_sms) {
   int result = 0;
   while ((1 << result) < kMostSplits && int64_t{kTileKeys} * kWarps<kSize> << result < s.keys &&
-         blocks << (result + 1) <= num_sms) {
+         blocks << (result + 1) <= num_sms - 4 * ((2 << result) - 1)) {
     ++result;
   }
   return result;

@@ -204,15 +204,25 @@ struct Lane {
     }
   }
 
-  // The tiles first, first + step, ... of keys from range.begin.
+  // Loads k and v of a warp's first tile, before the range of the keys is known.
+  __device__ __forceinline__ void load_first(int tile) {
+    end = s.keys;
+    load_k(tile * kTileKeys, 0);
+    load_v(tile * kTileKeys, 0);
+  }
+
+  // The tiles `tile`, tile + step, ... of 16 keys, after load_first(). Those outside the range are skipped.
   __device__ __forceinline__ void run(const Range& range, int tile, int step) {
     const MaskRows mask(s, block, range, g, t);
     end = range.end;
-    int first = range.begin + tile * kTileKeys;
-    if (first >= end) return;
-    load_k(first, 0);
-    for (; first < end; first += step * kTileKeys) {
+    int first = tile * kTileKeys;
+    if (first + kTileKeys <= range.begin) {
+      const int stride = step * kTileKeys, missing = range.begin - kTileKeys + 1 - first;
+      first += (missing + stride - 1) / stride * stride;
+      load_k(first, 0);
       load_v(first, 0);
+    }
+    for (; first < end; first += step * kTileKeys) {
       uint32_t bits[8];
       mask.load(first, bits);
 #pragma unroll
@@ -234,6 +244,7 @@ struct Lane {
         if (!__all_sync(~0u, used == 15)) clear_values(used);
         add_values(pass);
       }
+      load_v(first + step * kTileKeys, 0);
     }
   }
 

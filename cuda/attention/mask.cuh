@@ -102,8 +102,8 @@ struct MaskRows {
     load_mask(s, at, wanted, bits);
   }
 
-  // Scales the scores and adds the mask. Returns a bit for each of this lane's keys: whether its v may be used. Those
-  // past the end have zeros.
+  // Scales the scores and adds the mask. Returns a bit for each of this lane's keys: whether its v may be used. Without
+  // a mask those past the end have zeros.
   __device__ __forceinline__ unsigned apply(int first, const uint32_t (&bits)[8], float (&scores)[2][4]) const {
     unsigned used = 15;
 #pragma unroll
@@ -123,7 +123,7 @@ struct MaskRows {
         counts |= own;
       }
       if (s.mask == Mask::kNone) continue;
-      const unsigned of_rows = __ballot_sync(~0u, counts || !inside) >> t & 0x11111111;  // the lanes of the same keys
+      const unsigned of_rows = __ballot_sync(~0u, counts) >> t & 0x11111111;  // the lanes of the same keys
       if (of_rows == 0) used &= ~(1u << i);
     }
     return used;
@@ -139,7 +139,7 @@ struct RangeParts {
 template <int kWarps>
 __device__ __forceinline__ RangeParts scan_mask(const Params& s, const Block& block, int mask_rows, float excluding,
                                                 RangeParts (&parts)[kWarps]) {
-  constexpr int kThreads = kWarps * 32, kAtOnce = 4;
+  constexpr int kThreads = kWarps * 32, kAtOnce = 8;
   const int thread = static_cast<int>(threadIdx.x);
   RangeParts found{s.keys, 0, 0};
   for (int row = 0; row < mask_rows; ++row) {
