@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cpu/features.h"
 #include "cpu/mm.h"
 #include "cpu/numeric.h"
 #include "operators.h"
@@ -41,7 +42,7 @@ Weight checked_weight(const Op& op, const Argument& weight, const Argument& othe
   return rows;
 }
 
-// Rows of x from which W in floats and torch's GEMM are faster than the kernel, which has no panels.
+// Rows of x from which W in floats and torch's GEMM are faster than the scalar kernel.
 constexpr int64_t kManyRows = 128;
 constexpr int64_t kSlabValues = int64_t{1} << 21;  // of W in floats at a time: they stay in the L2 or L3 cache
 
@@ -102,7 +103,10 @@ Tensor gguf_mm(const Tensor& x_tensor, const Tensor& weight_tensor, const std::o
   Tensor y = empty_rows(w.n, torch_dtype(problem.y_dtype), x);
   if (problem.m == 0) return y;
   arguments.y = y.data_ptr();
-  if (problem.m >= kManyRows && !batch_invariant && problem.x_dtype != DType::kFloat16) {
+  cpu::Features features;
+  op.check(cpu::selected_features(&features));
+  const bool is_scalar = !cpu::includes(features, cpu::kAvx512);
+  if (is_scalar && problem.m >= kManyRows && !batch_invariant && problem.x_dtype != DType::kFloat16) {
     dense_mm(x_tensor, w, problem, arguments, x);
     return y;
   }

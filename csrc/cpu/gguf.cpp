@@ -59,6 +59,8 @@ BlockSize block_size(int64_t type) {
   return {0, 0};
 }
 
+int64_t scale_columns(int64_t type) { return scale_columns(static_cast<Type>(type)); }
+
 const uint8_t* segment_places(int64_t type) {
   return with_type(static_cast<int>(type), []<Type kType> {
     static constexpr Segments kPlaces = inverse(segment_order(kType));

@@ -15,6 +15,9 @@ struct BlockSize {
 };
 BlockSize block_size(int64_t type);
 
+// Columns of W with one scale and minimum.
+int64_t scale_columns(int64_t type);
+
 // Places of a chunk's segments in packed x (Job::segment_places), [16].
 const uint8_t* segment_places(int64_t type);
 

@@ -223,6 +223,9 @@ struct Blocks<kIq4Xs> {
   }
 };
 
+// Columns that have one scale.
+constexpr int scale_columns(Type type) { return type == kQ2_K || type == kQ3_K || type == kQ6_K ? 16 : 32; }
+
 // Segments of 256 columns in the order in which SIMD kernels find them in W: four vectors of four.
 struct Segments {
   uint8_t of[kUnitSegments];

@@ -45,6 +45,7 @@ void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
 void fixed_point_gguf_gemv(const Job& job, int64_t begin, int64_t end);
 void float32_w8_gemv(const Job& job, int64_t begin, int64_t end);
 void float32_gemm(const Job& job, int64_t begin, int64_t end);
+void float32_gguf_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemv(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int4_gemv(const Job& job, int64_t begin, int64_t end);
@@ -56,6 +57,7 @@ void pack_bf16_panels(const Job& job, int64_t begin, int64_t end);
 void bf16_w8_gemm(const Job& job, int64_t begin, int64_t end);
 void bf16_int4_gemm(const Job& job, int64_t begin, int64_t end);
 void bf16_fp4_gemm(const Job& job, int64_t begin, int64_t end);
+void bf16_gguf_gemm(const Job& job, int64_t begin, int64_t end);
 }  // namespace avx512_bf16
 
 namespace amx {

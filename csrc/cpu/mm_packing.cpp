@@ -220,6 +220,7 @@ Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
   // A single group per row may have any length, so its sections need not divide it.
   const bool grouped = int4 && (p.group_size == 32 || p.group_size == 64 || p.group_size == 128 || p.group_size == 256);
   job.section = grouped ? std::min(p.group_size, packing.max_section) : packing.max_section;
+  if (p.weight == Format::kGguf && packing.max_section < kMaxSection) job.section = gguf::scale_columns(p.gguf_type);
   job.sections = divide_up(p.k, job.section);
   job.sections_per_group = grouped ? p.group_size / job.section : job.sections;
   return job;

@@ -77,6 +77,10 @@ constexpr Kernel kKernels[] = {
     {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kFp4, kAny, nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
 
     // x in float, W of GGUF
+    {"avx512_bf16 gemm vdpbf16ps", kAvx512Bf16, kFloatX, kGguf, from(5), has_bf16_x, &kBf16Panels,
+     avx512_bf16::bf16_gguf_gemm},
+    {"avx512 gemm vfmadd231ps", kAvx512, kFloatX, kGguf, from(5), nullptr, &kFloat32PanelsAvx512,
+     avx512::float32_gguf_gemm},
     {"avx512 gemv vpdpbusd", kAvx512, kFloatX, kGguf, kAny, nullptr, &kFixedPointSegments,
      avx512::fixed_point_gguf_gemv},
 

@@ -18,7 +18,8 @@
 //   kStepsOfPart, widen()   sums of so many steps are added to wider ones; 1: they are wide
 //   Parameters, prepare()   parameters of W for add(), per group and N-tile; may be empty
 //   expand()                an N-tile of a panel of W, kLanes words at a time `stride` words apart
-//   kBits                   bits of a value of W: 8, in rows, or 4, packed in tiles
+//   kPanelsAtOnce           panels that expand() writes, one after another
+//   kBits                   bits of a value of W: 8, in rows, or 4, packed in tiles; 0: expand() prefetches W
 //   Fold, fold()            parameters of a vector of W's rows at the end of a section
 //   Row, row()              the same for a row of x
 //   kHasRests               sums may need another term: has_rest() of an N-tile, and add_rest()
@@ -242,7 +243,9 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
     for (int t = 0; t < kTiles; ++t) F::prepare(job, block.tile_n + t, group, &groups[group * kTiles + t]);
   }
   const int64_t panels = divide_up(job.k, F::kPanelColumns), batches = divide_up(job.m, kRowsAtOnce);
+  uint32_t* const weight = block.weight;
   for (block.panel = 0; block.panel < panels; ++block.panel) {
+    block.weight = weight + block.panel % F::kPanelsAtOnce * F::kSteps * kRow;
     // Prefetches the next panel of W in between: requests for all lines at once would queue.
     const bool last = block.panel + 1 == panels;
     const int64_t next_tile = last ? block.tile_n + kTiles : block.tile_n, next_panel = last ? 0 : block.panel + 1;
@@ -250,12 +253,13 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
     const int64_t portions = kTiles + batches;
     // Inlined: GCC considers a function that only prefetches to have no effect.
     const auto fetch = [&](int64_t portion) __attribute__((always_inline)) {
+      if constexpr (F::kBits == 0) return;
       for (int64_t i = portion * kLines / portions; i < (portion + 1) * kLines / portions; ++i) {
         const uint8_t* bytes = line_of<F>(job, next_tile + i / kLinesOf<F>, next_panel, i % kLinesOf<F>);
         for (int64_t at = 0; at < F::kPanelColumns; at += 64) __builtin_prefetch(bytes + at, 0, 2);
       }
     };
-    for (int t = 0; t < kTiles; ++t) {
+    for (int t = 0; block.panel % F::kPanelsAtOnce == 0 && t < kTiles; ++t) {
       fetch(t);
       F::expand(job, block.tile_n + t, block.panel, groups + t, kTiles, block.weight + t * kTileRows, kRow);
     }
@@ -273,7 +277,7 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
 template <typename F>
 void run_panels(const Job& job, int64_t begin, int64_t end) {
   constexpr int kTiles = F::kVectors * F::kLanes / kTileRows;
-  constexpr int64_t kPanelRows = F::kSteps + (F::kTakesZerosOff ? kMaxSectionsOfPanel : 0);
+  constexpr int64_t kPanelRows = F::kPanelsAtOnce * F::kSteps + (F::kTakesZerosOff ? kMaxSectionsOfPanel : 0);
   Block<F> block;
   block.weight = static_cast<uint32_t*>(scratch(Scratch::kPanel, kPanelRows * kTiles * kTileRows * 4));
   block.totals = static_cast<uint32_t*>(scratch(Scratch::kSums, job.m * kTiles * kTileRows * 4));

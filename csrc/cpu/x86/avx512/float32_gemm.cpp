@@ -3,20 +3,12 @@
 // expanded W, block scales of x to the packed x.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
+#include "cpu/x86/avx512/float32_panel.h"
 #include "cpu/x86/avx512/fp4.h"
 #include "cpu/x86/avx512/int4_parameters.h"
-#include "cpu/x86/avx512/panel.h"
 
 namespace qao::cpu {
 namespace {
-
-struct Float32Panel : PlainTotals<FloatSums> {
-  static constexpr int64_t kColumns = 1, kPanelColumns = kSteps;
-  static constexpr bool kSectioned = false;
-  static Sum multiply_add(Sum sum, Operand w, Operand x) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
-  }
-};
 
 template <Format kFormat>
 struct Bytes : Float32Panel, EightBits {

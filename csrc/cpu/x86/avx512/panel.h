@@ -12,7 +12,7 @@ namespace {
 
 // Registers: 24 sums, 4 of W, and a word of x.
 struct Avx512Panel {
-  static constexpr int kLanes = 16, kVectors = 4, kStepsOfPart = 1;
+  static constexpr int kLanes = 16, kVectors = 4, kStepsOfPart = 1, kPanelsAtOnce = 1;
   static constexpr int64_t kSteps = 64;
   static constexpr bool kHasRests = false, kTakesZerosOff = false;
   using Operand = __m512i;

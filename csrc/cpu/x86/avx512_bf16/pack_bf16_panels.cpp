@@ -1,5 +1,5 @@
 // Packing of x as panels (panel_gemm.h), columns in order.
-// x is bfloat16, fp8, or float that is rounded to fp8 here. For int4 W it computes section sums.
+// x is bfloat16, fp8, or float that is rounded to fp8 here. For int4 and GGUF W it computes section sums.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
@@ -99,15 +99,21 @@ void make_finite(__m512i (&values)[kVectors], uint8_t* remark) {
   for (__m512i& v : values) v = only_finite(v, remark);
 }
 
-// Sums the sections of a panel with `left` columns inside of K. Sections have kSection vectors.
+// Sums the sections of a panel with `left` columns inside of K. Sections have kSection halves of a vector.
 template <int kSection>
 void sum_sections(const __m512i (&values)[kVectors], int64_t left, float* sums) {
-  for (int s = 0; s < kVectors / kSection && s * kSection * kVectorColumns < left; ++s) {
+  constexpr int kStep = kSection < 2 ? 1 : kSection / 2;  // vectors
+  for (int i = 0; i < kVectors && i * kVectorColumns < left; i += kStep) {
     __m512 sum = _mm512_setzero_ps();
-    for (int i = s * kSection; i < (s + 1) * kSection; ++i) {
-      sum = _mm512_add_ps(sum, _mm512_add_ps(even_columns(values[i]), odd_columns(values[i])));
+    for (int v = i; v < i + kStep; ++v) {
+      sum = _mm512_add_ps(sum, _mm512_add_ps(even_columns(values[v]), odd_columns(values[v])));
     }
-    sums[s] = _mm512_reduce_add_ps(sum);
+    if constexpr (kSection == 1) {
+      sums[2 * i] = _mm512_mask_reduce_add_ps(0x00FF, sum);
+      if ((2 * i + 1) * kVectorColumns / 2 < left) sums[2 * i + 1] = _mm512_mask_reduce_add_ps(0xFF00, sum);
+    } else {
+      sums[i / kStep] = _mm512_reduce_add_ps(sum);
+    }
   }
 }
 
@@ -124,24 +130,28 @@ void pack(const Job& job, int64_t begin, int64_t end) {
       if constexpr (kSection > 0) {
         if constexpr (!is_rounded(kSource)) make_finite(values, job.remarks + m);
         sum_sections<kSection>(values, job.k - k, sums);
-        sums += kVectors / kSection;
+        sums += 2 * kVectors / kSection;
       }
       for (int i = 0; i < kVectors; ++i) _mm512_store_si512(panel + i * 16, values[i]);
     }
   }
 }
 
-// int4 W needs the section sums.
+// int4 and GGUF W need the section sums.
 template <Source kSource>
 void pack(const Job& job, int64_t begin, int64_t end) {
-  if (job.weight_format != Format::kInt4) return pack<kSource, 0>(job, begin, end);
+  if (job.weight_format != Format::kInt4 && job.weight_format != Format::kGguf) {
+    return pack<kSource, 0>(job, begin, end);
+  }
   switch (job.section) {
-    case kVectorColumns:
+    case kVectorColumns / 2:
       return pack<kSource, 1>(job, begin, end);
-    case 2 * kVectorColumns:
+    case kVectorColumns:
       return pack<kSource, 2>(job, begin, end);
+    case 2 * kVectorColumns:
+      return pack<kSource, 4>(job, begin, end);
     default:
-      return pack<kSource, kVectors>(job, begin, end);
+      return pack<kSource, 2 * kVectors>(job, begin, end);
   }
 }
 
