@@ -47,7 +47,7 @@ constexpr int64_t kManyRows = 128;
 constexpr int64_t kSlabValues = int64_t{1} << 21;  // of W in floats at a time: they stay in the L2 or L3 cache
 
 // y = x · Wᵀ + bias with rows of W in the dtype of x.
-void dense_mm(const Tensor& x, Weight w, const mm::Problem& problem, const mm::Arguments& arguments,
+void dense_mm(const Op& op, const Tensor& x, Weight w, const mm::Problem& problem, const mm::Arguments& arguments,
               const Argument& like) {
   const int64_t row_bytes = w.k / cpu::gguf::block_size(w.type).columns * cpu::gguf::block_size(w.type).bytes;
   const int64_t rows = std::min(w.n, std::max<int64_t>(kSlabValues / w.k, 16)), n = w.n;
@@ -57,7 +57,7 @@ void dense_mm(const Tensor& x, Weight w, const mm::Problem& problem, const mm::A
     w.n = std::min(rows, n - first);
     if (first == 0 || w.n < rows) slab = empty({w.n, w.k}, torch_dtype(w.dtype), like);
     w.out = slab->data_ptr();
-    cpu::gguf::dequantize(w, torch_threads(w.n * w.k));
+    op.check(cpu::gguf::dequantize(w, torch_threads(w.n * w.k)));
     const Tensor part = torch::stable::matmul(x, torch::stable::transpose(*slab, 0, 1));
     const void* values = part.data_ptr();
     cpu::split(torch_threads(problem.m * w.n), problem.m, [&](int64_t begin, int64_t end) {
@@ -107,7 +107,7 @@ Tensor gguf_mm(const Tensor& x_tensor, const Tensor& weight_tensor, const std::o
   op.check(cpu::selected_features(&features));
   const bool is_scalar = !cpu::includes(features, cpu::kAvx512);
   if (is_scalar && problem.m >= kManyRows && !batch_invariant && problem.x_dtype != DType::kFloat16) {
-    dense_mm(x_tensor, w, problem, arguments, x);
+    dense_mm(op, x_tensor, w, problem, arguments, x);
     return y;
   }
   op.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
@@ -122,7 +122,7 @@ Tensor dequantize_gguf(const Tensor& weight_tensor, int64_t qtype, torch::header
   rows.dtype = op.float_dtype("dtype", dtype);
   Tensor out = empty({rows.n, rows.k}, torch_dtype(rows.dtype), weight);
   rows.out = out.data_ptr();
-  cpu::gguf::dequantize(rows, torch_threads(rows.n * rows.k));
+  op.check(cpu::gguf::dequantize(rows, torch_threads(rows.n * rows.k)));
   return out;
 }
 

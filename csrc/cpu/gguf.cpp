@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "cpu/features.h"
 #include "cpu/gguf_blocks.h"
 
 namespace qao::cpu::gguf {
@@ -30,9 +31,15 @@ void dequantize_blocks(const uint8_t* row, int64_t begin, int64_t count, float* 
 }
 
 // Row `from` of W as row `to` of the result.
-void write_row(const Weight& rows, int64_t from, int64_t to) {
+void write_row(const Weight& rows, [[maybe_unused]] Features features, int64_t from, int64_t to) {
   const BlockSize block = block_size(rows.type);
   const uint8_t* row = rows.weight + from * (rows.k / block.columns * block.bytes);
+#if defined(__x86_64__)
+  if (includes(features, kAvx512)) {
+    char* out = static_cast<char*>(rows.out) + to * rows.k * size_of(rows.dtype);
+    return avx512::dequantize_gguf(rows.type, row, rows.k, rows.dtype, out);
+  }
+#endif
   if (rows.dtype == DType::kFloat32) {
     return dequantize_row(rows.type, row, 0, rows.k, static_cast<float*>(rows.out) + to * rows.k);
   }
@@ -72,10 +79,13 @@ void dequantize_row(int64_t type, const uint8_t* row, int64_t begin, int64_t cou
   with_type(static_cast<int>(type), [&]<Type kType> { dequantize_blocks<kType>(row, begin, count, out); });
 }
 
-void dequantize(const Weight& rows, const Threads& threads) {
+Status dequantize(const Weight& rows, const Threads& threads) {
+  Features features;
+  if (Status status = selected_features(&features); !status.ok()) return status;
   split(threads, rows.n, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) write_row(rows, n, n);
+    for (int64_t n = begin; n < end; ++n) write_row(rows, features, n, n);
   });
+  return {};
 }
 
 Status embedding(const Weight& rows, const void* ids, bool wide_ids, int64_t m, const Threads& threads) {
@@ -89,8 +99,10 @@ Status embedding(const Weight& rows, const void* ids, bool wide_ids, int64_t m, 
                              std::to_string(id(i)),
                          "Check the tokenizer against the model's vocabulary");
   }
+  Features features;
+  if (Status status = selected_features(&features); !status.ok()) return status;
   split(threads, m, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) write_row(rows, id(i), i);
+    for (int64_t i = begin; i < end; ++i) write_row(rows, features, id(i), i);
   });
   return {};
 }

@@ -31,8 +31,13 @@ struct Weight {
   DType dtype = DType::kFloat32;
   void* out = nullptr;  // [n, k], or [m, k]
 };
-void dequantize(const Weight& rows, const Threads& threads);
+Status dequantize(const Weight& rows, const Threads& threads);
 // Returns an error for an id outside 0..n-1, before writing anything. `wide_ids`: int64 instead of int32.
 Status embedding(const Weight& rows, const void* ids, bool wide_ids, int64_t m, const Threads& threads);
 
 }  // namespace qao::cpu::gguf
+
+namespace qao::cpu::avx512 {
+// A row of k columns in `dtype`.
+void dequantize_gguf(int64_t type, const uint8_t* row, int64_t k, DType dtype, void* out);
+}  // namespace qao::cpu::avx512

@@ -54,7 +54,7 @@ struct Nibbles {
     const __m256 d = load_halves8<kBytes>(p);
     __m256 minima = _mm256_setzero_ps();
     if constexpr (Blocks<kType>::kHasMinima) {
-      minima = _mm256_sub_ps(minima, load_halves8<kBytes>(p + 2));
+      minima = _mm256_xor_ps(_mm256_set1_ps(-0.0f), load_halves8<kBytes>(p + 2));
     }
     unit->scales = join(d, minima);
   }
