@@ -22,6 +22,7 @@
 //   kBits                   bits of a value of W: 8, in rows, or 4, packed in tiles; 0: expand() prefetches W
 //   Fold, fold()            parameters of a vector of W's rows at the end of a section
 //   Row, row()              the same for a row of x
+//   kHasShortSections       totals stay in registers over the sections of a panel, N-tiles are vectors
 //   kHasRests               sums may need another term: has_rest() of an N-tile, and add_rest()
 //   kTakesZerosOff          int8 x has zero points: less() subtracts them, given sums of W
 //   add(), store()          adds a section's sums, scaled, to a total; stores the total
@@ -201,8 +202,44 @@ __attribute__((always_inline)) inline void each_section(const Job& job, const Bl
   // Multiples of sixteen: a format may order the columns within them freely.
   const int64_t end = divide_up(columns, 16 * F::kColumns) * 16;
   const int64_t length = F::kSectioned ? least(job.section, F::kPanelColumns) / F::kColumns : F::kSteps;
-  for (int64_t begin = 0; begin * F::kColumns < columns; begin += length) {
-    visit((first + begin * F::kColumns) / job.section, begin, least(begin + length, end));
+  int64_t s = first / job.section;
+  for (int64_t begin = 0; begin * F::kColumns < columns; begin += length) visit(s++, begin, least(begin + length, end));
+}
+
+// Multiplies all sections of the panel, kPart N-tiles at a time: their totals stay in registers between sections.
+template <typename F, int kTiles, int kM>
+[[gnu::noinline]] void multiply_short_sections(const Job& job, const Block<F>& block, int64_t m) {
+  constexpr int kPart = kTiles < 2 ? 1 : 2;
+  const uint32_t* x = job.panels + (block.panel * job.m + m) * F::kSteps;
+  for (int tile = 0; tile < kTiles; tile += kPart) {
+    typename F::Total totals[kM][kPart];
+    uint32_t* const memory = block.totals + (m * kTiles + tile) * kTileRows;
+    const uint32_t* const before = block.panel == 0 ? kNoTotals : memory;
+    const int64_t before_row = block.panel == 0 ? 0 : kTiles * kTileRows;
+    each<kM>([&]<int i>() {
+      each<kPart>([&]<int v>() { totals[i][v] = F::load_total(before + i * before_row + v * kTileRows); });
+    });
+    each_section(job, block, [&](int64_t s, int64_t begin, int64_t end) __attribute__((always_inline)) {
+      typename F::Sum sums[kM][kPart];
+      each<kM>([&]<int i>() { each<kPart>([&]<int v>() { sums[i][v] = F::zero(); }); });
+      for (int64_t step = begin; step < end; ++step) {
+        typename F::Operand w[kPart];
+        each<kPart>([&]<int v>() { w[v] = F::load(block.weight + (step * kTiles + tile + v) * kTileRows); });
+        each<kM>([&]<int i>() {
+          const typename F::Operand value = F::broadcast(x + i * F::kSteps + step);
+          each<kPart>([&]<int v>() { sums[i][v] = F::multiply_add(sums[i][v], w[v], value); });
+        });
+      }
+      const typename F::Parameters* groups = block.groups + s / job.sections_per_group * kTiles + tile;
+      typename F::Fold folds[kPart];
+      each<kPart>([&]<int v>() { folds[v] = F::fold(job, groups[v], 0, block.tile_n + tile + v, s); });
+      each<kM>([&]<int i>() {
+        const typename F::Row row = F::row(job, m + i, s);
+        each<kPart>([&]<int v>() { totals[i][v] = F::add(folds[v], row, sums[i][v], totals[i][v]); });
+      });
+    });
+    each<kM>(
+        [&]<int i>() { each<kPart>([&]<int v>() { F::store(memory + (i * kTiles + v) * kTileRows, totals[i][v]); }); });
   }
 }
 
@@ -210,6 +247,7 @@ template <typename F, int kTiles, int kM = kRowsAtOnce>
 void multiply_panel(const Job& job, const Block<F>& block, int64_t m) {
   if constexpr (kM > 0) {
     if (job.m - m < kM) return multiply_panel<F, kTiles, kM - 1>(job, block, m);
+    if constexpr (F::kHasShortSections) return multiply_short_sections<F, kTiles, kM>(job, block, m);
     each_section(job, block, [&](int64_t s, int64_t begin, int64_t end) {
       multiply_section<F, kTiles, kM>(job, block, m, s, begin, end);
     });

@@ -13,7 +13,7 @@ namespace {
 // Registers: 12 sums, two of W, and a word of x.
 struct Avx2Panel {
   static constexpr int kLanes = 8, kVectors = 2, kPanelsAtOnce = 1;
-  static constexpr bool kHasRests = false, kTakesZerosOff = false;
+  static constexpr bool kHasShortSections = false, kHasRests = false, kTakesZerosOff = false;
   static __m256 plus(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
   static __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
 };

@@ -16,7 +16,7 @@ struct Gguf : GgufPanel<Float32Panel> {
       expand_unit<kType>(
           job, tile_n, panel / kPanelsAtOnce, tiles, scales, [](auto& lanes) { lanes_to_quads(lanes); },
           [&](int segment, int i, __m512i codes) __attribute__((always_inline)) {
-            const int section = segment * kSegment / scale_columns(kType);
+            const int section = segment / (scale_columns(kType) / kSegment) * (scale_columns(kType) / kSegment);
             const __m512 scale = _mm512_load_ps(scales->scale[section]);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {

@@ -8,7 +8,7 @@
 namespace qao::cpu {
 namespace {
 
-// Of 16 rows and 256 columns: [sections][rows].
+// Of 16 rows and 256 columns, by segment; only that of the first where several have one scale.
 struct GgufScales {
   alignas(64) float scale[gguf::kUnitSegments][kTileRows], minimum[gguf::kUnitSegments][kTileRows];
 };
@@ -65,9 +65,8 @@ __attribute__((always_inline)) inline void expand_unit(const Job& job, int64_t t
   }
   transpose16(scales);
   if constexpr (B::kHasMinima && !U::kPairs) transpose16(minima);
-  constexpr int kSections = kUnit / scale_columns(kType);
-  for (int s = 0; s < kSections; ++s) {
-    const int at = U::kPairs ? s : s * kUnitSegments / kSections;
+  for (int s = 0; s < kUnitSegments; s += scale_columns(kType) / kSegment) {
+    const int at = U::kPairs ? s / 2 : s;
     _mm512_store_si512(out->scale[s], scales[at]);
     if constexpr (B::kHasMinima) _mm512_store_si512(out->minimum[s], U::kPairs ? scales[8 + at] : minima[at]);
   }

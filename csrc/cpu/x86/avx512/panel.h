@@ -14,7 +14,7 @@ namespace {
 struct Avx512Panel {
   static constexpr int kLanes = 16, kVectors = 4, kStepsOfPart = 1, kPanelsAtOnce = 1;
   static constexpr int64_t kSteps = 64;
-  static constexpr bool kHasRests = false, kTakesZerosOff = false;
+  static constexpr bool kHasShortSections = false, kHasRests = false, kTakesZerosOff = false;
   using Operand = __m512i;
   static Operand load(const uint32_t* words) { return _mm512_load_si512(words); }
   static Operand broadcast(const uint32_t* word) { return _mm512_set1_epi32(static_cast<int>(*word)); }

@@ -40,6 +40,8 @@ __attribute__((always_inline)) inline void widen(__m512i codes, __m512i (&pairs)
 
 template <bool kHasMinima>
 struct Gguf : GgufPanel<Bf16Panel> {
+  static constexpr bool kHasShortSections = true;
+
   static void expand(const Job& job, int64_t tile_n, int64_t panel, GgufScales* scales, int tiles, uint32_t* out,
                      int64_t stride) {
     with_type(job.gguf_type, [&]<Type kType> {
@@ -60,7 +62,7 @@ struct Gguf : GgufPanel<Bf16Panel> {
   };
   using Row = float;  // sum of x
   static Fold fold(const Job& job, const GgufScales& scales, int, int64_t, int64_t s) {
-    const int64_t at = s % (kUnit / job.section);
+    const int64_t at = s * job.section / kSegment % kUnitSegments;
     return {scales.scale[at], scales.minimum[at]};
   }
   static Row row(const Job& job, int64_t m, int64_t s) { return job.x_sums[m * job.sections + s]; }
