@@ -29,6 +29,7 @@ from . import (
     plots,
     prefill,
     quantize,
+    reports,
     rotation,
     table,
     threads,
@@ -141,6 +142,8 @@ def make_parser() -> argparse.ArgumentParser:
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     commands.add_parser("plots", help="draw the pictures of README into docs/plots; needs matplotlib")
     commands.add_parser("documents", help="plots and table: all of the documents that is made from results")
+    accepted = commands.add_parser("accept", help="check contributed reports and add them to bench/results/contributed")
+    accepted.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written by qao doctor --share")
     tuner = commands.add_parser("tune", help="measure this GPU's costs of plans into the table that is compiled in")
     tuner.add_argument("operands", nargs="*", metavar="OPERANDS", help=f"of {', '.join(tune.OPERANDS)}; none: all")
     tuner.add_argument("--sweep", type=Path, metavar="PROGRAM", help="qao_sweep, instead of building it")
@@ -152,6 +155,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command == "table":
         return table.update(arguments.check)
+    if arguments.command == "accept":
+        return reports.accept_all(arguments.files, reports.FOLDER)
     if arguments.command in ("plots", "documents"):
         plots.draw_tracked()
         return table.update(check=False) if arguments.command == "documents" else 0

@@ -106,16 +106,11 @@ def warn_if_busy(meta: dict[str, Any]) -> None:
         print(f"note: this machine is busy (load average {meta['load']:.1f}); a quiet one gives steadier ratios")
 
 
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    return model[1] if model else platform.machine()
-
-
 def _cpu_family() -> str:
     """The product line in the CPU's model name, else the architecture."""
-    words = re.findall(r"[a-z]+", _cpu_model().lower())
+    from qao.diagnostics.hardware import cpu_model
+
+    words = re.findall(r"[a-z]+", cpu_model().lower())
     families = ("xeon", "epyc", "ryzen", "threadripper", "core", "neoverse", "graviton")
     return next((family for family in families if family in words), platform.machine())
 
@@ -129,9 +124,11 @@ def _cpu_level() -> str:
 
 def _cpu_name() -> str:
     """Model name and, on Linux, the vector extensions that determine the kernels."""
+    from qao.diagnostics.hardware import cpu_model
+
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     known = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimddp", "i8mm", "bf16")
     present = [flag for flag in known if flags and flag in flags[1].split()]
-    return ", ".join([_cpu_model(), *present])
+    return ", ".join([cpu_model(), *present])

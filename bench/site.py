@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import plots, table
+from . import plots, reports, table
 from .meta import RESULTS, source_hash
 from .result_files import read
 
@@ -24,7 +24,10 @@ def pages() -> Iterator[tuple[str, str]]:
     title = (
         "# Every cell\n\nAll results files of `bench/results`, a page for each device. [Benchmarks](../benchmarks.md)"
     )
-    yield "index.md", "\n".join([f"{title} describes the method.", "", *lines])
+    others = "Reports of users are [apart](contributed.md)."
+    yield "index.md", "\n".join([f"{title} describes the method. {others}", "", *lines])
+    about = "# Contributed\n\nReports of users, checked for form only."
+    yield "contributed.md", f"{about}\n\n{reports.render(reports.FOLDER)}"
 
 
 def pictures(cache: Path) -> Iterator[Path]:

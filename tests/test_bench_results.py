@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import result_files
+from bench import reports, result_files
 from bench.meta import RESULTS, ROOT, describe
 
+OURS = sorted(path for path in RESULTS.glob("*/*") if path.parent != reports.FOLDER)
 ROWS = [
     {"layer": "o", "M": 1, "us": 4.5, "cached": False, "group_size": None, "peers": {}, "not_run": {"a": "M > 128"}},
     {"layer": "up, gate", "M": 2, "us": 1e-05, "cached": True, "peers": {"a": 1.0, "b c": 2.5}, "not_run": {}},
@@ -68,7 +69,11 @@ def test_runs_of_one_setting() -> None:
     assert not result_files.same_setting(meta, again | {"torch": "1"})
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize(
+    "path",
+    sorted(set(RESULTS.glob("*/*")) - set(reports.FOLDER.glob("*"))),
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
 def test_a_tracked_file_says_what_it_was_measured_on(path: Path) -> None:
     assert path.suffix == ".csv"
     results = result_files.read(path)

@@ -24,7 +24,7 @@ def pages() -> dict[str, str]:
 
 
 def test_the_site_has_a_section_for_every_file(pages: dict[str, str]) -> None:
-    assert pages.keys() == {"index.md", *(f"{path.parent.name}.md" for path in FILES)}
+    assert pages.keys() == {"index.md", "contributed.md", *(f"{path.parent.name}.md" for path in FILES)}
     for path in FILES:
         page = pages[f"{path.parent.name}.md"]
         section = page.partition(f"\n\n## {path.stem}\n\n")[2].partition("\n\n## ")[0]

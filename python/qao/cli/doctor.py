@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import platform
 import shutil
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 from .._version import __version__
 from ..quantization.report import table
+from . import share
 from .common import Output, command, counted
 
 # Benchmark: one layer, with copies that together exceed a core's private caches, for few tokens and for many.
@@ -28,14 +28,23 @@ def add(commands: Any) -> None:
         "Shows versions, GPU, driver and instruction set, checks every operator on every device, and times a layer of\n"
         "every scheme against F.linear in bfloat16, which takes about two seconds per device.\n"
         "Include the output in bug reports. The exit status is 1 if a check fails.",
-        "qao doctor\nqao doctor --json > doctor.json",
+        "qao doctor\nqao doctor --json > doctor.json\nqao doctor --share report.json",
     )
-    parser.add_argument("--facts", action="store_true", help="show the installation only, like qao without a command")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--facts", action="store_true", help="show the installation only, like qao without a command")
+    group.add_argument(
+        "--share",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="also write an anonymous hardware report, in JSON, to a new FILE, or to stdout",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from ..diagnostics import doctor
 
+    args.json = args.json or args.share == "-"
     output = Output(args)
     facts = _facts()
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
@@ -56,7 +65,16 @@ def run(args: argparse.Namespace) -> int:
     output.say(f"\n{len(checks) - failed} of {len(checks)} checks passed")
     speeds = [] if failed else _speeds(output)
     result = {"facts": dict(facts), "checks": [check._asdict() for check in checks], "failed": failed}
-    output.result(result | {"speeds": speeds})
+    result["speeds"] = speeds
+    if args.share:
+        report = share.report(checks, speeds)
+        output.say(f"\n{share.explanation(args.share)}")
+        if args.share == "-":
+            result = report
+        else:
+            with open(args.share, "x") as file:
+                file.write(share.text(report))
+    output.result(result)
     return 1 if failed else 0
 
 
@@ -79,7 +97,8 @@ def _speeds(output: Output) -> list[dict[str, Any]]:
             times = seconds_of_calls(layers, x, _ROUNDS)
             ratios = {word: times["F.linear"] / times[word] for word in words}
             fastest = max(ratios, key=lambda word: ratios[word])
-            speeds.append({"device": name, "m": tokens, "n": _SIZE, "k": _SIZE, "ratios": ratios, "fastest": fastest})
+            speed = {"device": name, "m": tokens, "n": _SIZE, "k": _SIZE, "bf16_us": 1e6 * times["F.linear"]}
+            speeds.append(speed | {"ratios": ratios, "fastest": fastest})
             cells.append((str(tokens), *(f"{ratios[word]:.2f}" for word in words), fastest))
         for line in table(("M", *words, "fastest"), cells):
             output.say(line)
@@ -123,14 +142,13 @@ def _build() -> list[tuple[str, str]]:
 
 
 def _gpus() -> list[tuple[str, str]]:
-    import torch
+    from ..diagnostics import hardware
 
-    if not torch.cuda.is_available():
+    driver = hardware.driver()
+    if driver is None:
         return [("GPU", "none that torch supports")]
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    driver = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+    version = f"{driver.version}, " if driver.version else ""
     return [
-        ("driver", f"for CUDA {driver.value // 1000}.{driver.value % 1000 // 10}"),
-        *((f"GPU {i}", f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}") for i, gpu in enumerate(gpus)),
+        ("driver", f"{version}for CUDA {driver.cuda}"),
+        *((f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}") for i, gpu in enumerate(hardware.gpus())),
     ]

@@ -22,3 +22,12 @@ def check_paths(args: argparse.Namespace) -> None:
             raise Failure(f"{path}: {'is a directory, not a text file' if path.is_dir() else 'no such file'}")
     if (out := getattr(args, "out", None)) is not None:
         check_out(out, args.model, args.force)
+    if (share := getattr(args, "share", None)) not in (None, "-"):
+        _check_new_file(Path(share))
+
+
+def _check_new_file(file: Path) -> None:
+    if file.exists() or file.is_symlink():
+        raise Failure(f"{file}: exists; name a new file")
+    if not file.parent.is_dir():
+        raise Failure(f"{file}: {file.parent} is not a directory")
