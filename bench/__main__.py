@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import (
+    accuracy,
     bars,
     busy,
     calibrate,
@@ -44,6 +45,7 @@ from .schemes import SCHEMES
 from .timing import ceilings
 
 _OF_QUALITY = (
+    "accuracy",
     "numerics",
     "weights_only",
     "language",
@@ -73,6 +75,9 @@ def make_parser() -> argparse.ArgumentParser:
     spoken = commands.add_parser("language", help="what every scheme costs a language model, and its tokens per second")
     _add_common(spoken)
     language.add_arguments(spoken)
+    judged = commands.add_parser("accuracy", help="perplexity and divergence from bfloat16 of every scheme and others")
+    _add_common(judged)
+    accuracy.add_arguments(judged)
     calibrated = commands.add_parser("calibrate", help="what calibration gives a language model, and what it takes")
     _add_common(calibrated)
     calibrate.add_arguments(calibrated)
@@ -143,7 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("plots", help="draw the pictures of README into docs/plots; needs matplotlib")
     commands.add_parser("documents", help="plots and table: all of the documents that is made from results")
     accepted = commands.add_parser("accept", help="check contributed reports and add them to bench/results/contributed")
-    accepted.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written by qao doctor --share")
+    accepted.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of qao doctor --share, or accuracy.csv")
     tuner = commands.add_parser("tune", help="measure this GPU's costs of plans into the table that is compiled in")
     tuner.add_argument("operands", nargs="*", metavar="OPERANDS", help=f"of {', '.join(tune.OPERANDS)}; none: all")
     tuner.add_argument("--sweep", type=Path, metavar="PROGRAM", help="qao_sweep, instead of building it")
@@ -188,6 +193,9 @@ def main() -> int:
         return 0
     if arguments.command == "language":
         language.run(arguments, folder / "language.csv")
+        return 0
+    if arguments.command == "accuracy":
+        accuracy.run(arguments, folder / "accuracy.csv")
         return 0
     if arguments.command == "calibrate":
         calibrate.run(arguments, folder / "calibrate.csv")

@@ -10,7 +10,7 @@ import argparse
 import copy
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,14 @@ Rounding = Callable[[Tensor], tuple[Tensor, float]]  # weight [N, K] to the stor
 Calibrating = Callable[[nn.Module, list[Tensor], Any], float]  # quantizes a model in place; returns bits per weight
 
 
-def _bitsandbytes(weight: Tensor) -> tuple[Tensor, float]:
+def bitsandbytes(weight: Tensor) -> tuple[Tensor, float]:
     from bitsandbytes import functional
 
     q, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     return functional.dequantize_4bit(q, state), 8 * (q.nbytes + state.absmax.nbytes)
 
 
-def _hqq(size: int) -> Rounding:
+def hqq(size: int) -> Rounding:
     def rounded(weight: Tensor) -> tuple[Tensor, float]:
         from hqq.core.quantize import Quantizer
 
@@ -57,7 +57,7 @@ def _hqq(size: int) -> Rounding:
     return rounded
 
 
-def _torchao(size: int) -> Rounding:
+def torchao(size: int) -> Rounding:
     def rounded(weight: Tensor) -> tuple[Tensor, float]:
         from torchao.quantization import IntxWeightOnlyConfig, quantize_
         from torchao.quantization.granularity import PerGroup
@@ -73,7 +73,7 @@ def _torchao(size: int) -> Rounding:
     return rounded
 
 
-def _gguf(name: str) -> Rounding:
+def gguf(name: str) -> Rounding:
     def rounded(weight: Tensor) -> tuple[Tensor, float]:
         import gguf
 
@@ -116,16 +116,16 @@ def _int4(size: int, **options: Any) -> qao.Scheme:
 # A scheme or the rounding of another package; or a calibration method and its number of texts.
 METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]] = {
     "qao int4 g64": _int4(64),
-    "torchao int4 g64, to nearest": _torchao(64),
-    "HQQ int4 g64": _hqq(64),
-    "bitsandbytes nf4, blocks of 64": _bitsandbytes,
-    "llama.cpp Q4_0": _gguf("Q4_0"),
+    "torchao int4 g64, to nearest": torchao(64),
+    "HQQ int4 g64": hqq(64),
+    "bitsandbytes nf4, blocks of 64": bitsandbytes,
+    "llama.cpp Q4_0": gguf("Q4_0"),
     "qao int4 g32, symmetric": _int4(32, symmetric=True),
     "qao int4 g128": _int4(128),
     "qao int4 g32": _int4(32),
-    "torchao int4 g32, to nearest": _torchao(32),
-    "HQQ int4 g32": _hqq(32),
-    "llama.cpp Q4_1": _gguf("Q4_1"),
+    "torchao int4 g32, to nearest": torchao(32),
+    "HQQ int4 g32": hqq(32),
+    "llama.cpp Q4_1": gguf("Q4_1"),
     "qao int4 g128, calibrated": (_int4(128), 16),
     "qao int4 g64, calibrated": (_int4(64), 16),
     "qao int4 g32, calibrated": (_int4(32), 16),
@@ -203,14 +203,20 @@ def _applied(
             report = qao.quantize_(model, rules, progress=False)
         seconds = time.process_time() - begun
         return model, seconds, 8 * report.bytes_after / report.parameters_quantized
-    bits, elements = 0.0, 0
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and name not in left:
-                values, taken = method(module.weight.detach())
-                module.weight.copy_(values)
-                bits, elements = bits + taken, elements + module.weight.numel()
+    bits, elements = apply(method, model, left)
     return model, time.process_time() - begun, bits / elements
+
+
+@torch.no_grad()
+def apply(rounding: Rounding, model: nn.Module, left: Collection[str]) -> tuple[float, int]:
+    """Round the linear layers with names that are not in ``left``. Returns their bits and weights."""
+    bits, elements = 0.0, 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name not in left:
+            values, taken = rounding(module.weight.detach().float().cpu())
+            module.weight.copy_(values)
+            bits, elements = bits + taken, elements + module.weight.numel()
+    return bits, elements
 
 
 def render(results: dict[str, Any]) -> str:

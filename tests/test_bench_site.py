@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import plots, site, table
+from bench import plots, reports, site, table
 from bench.meta import RESULTS, ROOT
 
-FILES = sorted(RESULTS.glob("*/*.csv"))
+FILES = sorted(path for path in RESULTS.glob("*/*.csv") if path.parent != reports.FOLDER)
 PERFORMANCE = ROOT / "docs" / "performance.md"
 pytestmark = pytest.mark.skipif(not FILES, reason="a source distribution has no results")
 

@@ -62,15 +62,15 @@ def run(args: argparse.Namespace) -> int:
     if args.worst < 1 or (args.plot and not args.layers):
         args.parser.error("--worst must be at least 1, and --plot needs --layers")
     output, scheme = Output(args), scheme_of(args) if args.scheme else None
-    text = _text(args.text)
+    text = text_of(args.text)
     if args.layers:
         from .layers import run as by_layer
 
-        tokens, count = _tokens(load_tokenizer(args, args.model), text, args.windows * args.window)
+        tokens, count = tokens_of(load_tokenizer(args, args.model), text, args.windows * args.window)
         return by_layer(args, output, scheme, tokens, count)
-    tokens, count = _tokens(load_tokenizer(args, args.model), text, args.windows * args.window)
+    tokens, count = tokens_of(load_tokenizer(args, args.model), text, args.windows * args.window)
     reference = args.against or (args.model if scheme is not None else None)
-    if args.against and _tokens(load_tokenizer(args, args.against), text, args.windows * args.window) != (
+    if args.against and tokens_of(load_tokenizer(args, args.against), text, args.windows * args.window) != (
         tokens,
         count,
     ):
@@ -116,7 +116,8 @@ def _evaluate(args: argparse.Namespace, path: str, scheme: Any, tokens: list[int
     return result
 
 
-def _text(file: Path | None) -> str:
+def text_of(file: Path | None) -> str:
+    """The text of a file, or Python's own help."""
     if file is not None:
         return read_text(file)
     from pydoc_data.topics import topics
@@ -124,7 +125,7 @@ def _text(file: Path | None) -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def _tokens(tokenizer: Any, text: str, most: int) -> tuple[list[int], int]:
+def tokens_of(tokenizer: Any, text: str, most: int) -> tuple[list[int], int]:
     """At most ``most`` tokens of the text after a first one, and the number of bytes they cover."""
     # A token rarely exceeds 16 characters on average. Tokenizing a whole book would be slow.
     encoded = tokenizer(text[: 32 * most], add_special_tokens=False, verbose=False)

@@ -117,6 +117,15 @@ def log_probabilities(model: nn.Module, seen: Tensor) -> Tensor:
     return _logits(model, seen).log_softmax(-1)
 
 
+def divergence(found: Tensor, exact: Tensor, piece: Tensor) -> tuple[float, float]:
+    """Sums over the tokens of a window: the Kullback-Leibler divergence, and the increase of -ln p(token)."""
+    # A term with p = 0 is 0, even where ln p is -inf.
+    terms = torch.where(exact > -torch.inf, exact.exp() * (exact - found), 0)
+    chosen = piece[1:, None]
+    rise = (exact.gather(1, chosen) - found.gather(1, chosen)).sum(dtype=torch.float64)
+    return terms.sum(dtype=torch.float64).item(), rise.item()
+
+
 def _logits(model: nn.Module, seen: Tensor) -> Tensor:
     output: Any = model(seen[None, :-1])
     logits = getattr(output, "logits", output)

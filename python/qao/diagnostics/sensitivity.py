@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ..nn.linear import QuantLinear, pack_weight
@@ -25,7 +24,7 @@ from ..quantization.callbacks import layer_filter
 from ..quantization.module_swap import put_module
 from ..quantization.walk import Layer
 from ..schemes import Scheme
-from .perplexity import log_probabilities, mean_and_error, windows
+from .perplexity import divergence, log_probabilities, mean_and_error, windows
 
 __all__ = ["LayerCost", "by_layer"]
 
@@ -101,7 +100,7 @@ def by_layer(
             for unit, (module, _), sums in zip(units, made, found, strict=True):
                 with _in_place(unit, module), modes.callers():
                     other = log_probabilities(model, piece)
-                sums.append(_sums(other, exact, piece))
+                sums.append(divergence(other, exact, piece))
                 bar.update()
     counts = [len(piece) - 1 for piece in pieces]
     return [
@@ -139,15 +138,6 @@ def _in_place(unit: list[Layer], module: QuantLinear) -> Iterator[None]:
     finally:
         for parent, attribute, before in places:
             put_module(parent, attribute, before)
-
-
-def _sums(found: Tensor, exact: Tensor, piece: Tensor) -> tuple[float, float]:
-    """Sums over the tokens of a window: the divergence, and the increase of -ln p(token)."""
-    # A term with p = 0 is 0, even where ln p is -inf.
-    terms = torch.where(exact > -torch.inf, exact.exp() * (exact - found), 0)
-    chosen = piece[1:, None]
-    rise = (exact.gather(1, chosen) - found.gather(1, chosen)).sum(dtype=torch.float64)
-    return terms.sum(dtype=torch.float64).item(), rise.item()
 
 
 def blocks(costs: Sequence[LayerCost]) -> Iterator[tuple[str, list[tuple[int, LayerCost]]]]:
