@@ -1,4 +1,4 @@
-"""What a release promises: versions that agree, pinned CI, deprecations in time, equal bytes from equal sources."""
+"""What a release promises: versions that agree, pinned CI, equal bytes from equal sources."""
 
 from __future__ import annotations
 
@@ -54,17 +54,6 @@ def test_the_version_is_cited_and_gets_security_fixes() -> None:
     assert f"\nversion: {qao.__version__}\n" in read("CITATION.cff")
     assert f"| {MINOR[0]}.{MINOR[1]} | yes |" in read("SECURITY.md")
     assert read("CHANGELOG.md").startswith(f"# Changelog\n\n## {qao.__version__}")
-
-
-def test_a_deprecated_name_lives_at_most_two_minor_versions() -> None:
-    """And not beyond: the version that removes it has to do so."""
-    removals = {
-        (path.name, tuple(map(int, found.groups())))
-        for path in (ROOT / "python" / "qao").rglob("*.py")
-        for found in re.finditer(r"(?:goes with|removed in) qao (\d+)\.(\d+)", path.read_text())
-    }
-    assert removals
-    assert not {(name, gone) for name, gone in removals if not MINOR < gone <= (MINOR[0], MINOR[1] + 2)}
 
 
 def test_every_version_since_the_promise_has_files_in_the_corpus() -> None:

@@ -1,6 +1,6 @@
-"""Aliases for old module names, which pickles of whole models contain, and for names that ``qao`` itself exported.
+"""Every deprecated name: of modules, which pickles of whole models contain, of what ``qao`` exported, and of arguments.
 
-Each warns with DeprecationWarning and will be removed in qao 0.4.
+TABLE lists them. A name works for two minor versions and warns with DeprecationWarning (docs/policy.md).
 """
 
 from __future__ import annotations
@@ -49,8 +49,26 @@ NAMES = {
     "batch_invariant": "qao.ops",
     "scheme_from_dict": "qao.schemes",
 }
+_GROUPED = ("int4", "int8", "fp8", "fp4", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4")
+# Functions with renamed keyword arguments: the present name by the old one. ``renamed`` decorates them.
+_ARGUMENTS = {
+    **{function: {"module": "model"} for function in ("save", "load")},
+    **{f"{word}_grouped_mm": {"row_scale": "router_weights"} for word in _GROUPED},
+}
+_FILTERED = ("quantize_", "calibrate", "diagnostics.sensitivity.by_layer")
+_STATIC = "activation_scale=..."
 F = TypeVar("F", bound=Callable[..., Any])
 _MOVED = {f"qao.{old}": f"qao.{package}.{new}" for package, of in _PACKAGES.items() for old, new in of.items()}
+# The version that deprecated names; for each, its successor.
+TABLE = {
+    "0.2": {
+        **_MOVED,
+        **{f"qao.{name}": f"{module}.{name}" for name, module in NAMES.items()},
+        **{f"{function}({old}=...)": f"{new}=..." for function, of in _ARGUMENTS.items() for old, new in of.items()},
+        **{f"qao.{function}(filter=...)": "filter_fn(module, fqn)" for function in _FILTERED},
+        f"Float8DynamicActivationFloat8Weight({_STATIC})": f"Float8StaticActivationFloat8Weight({_STATIC})",
+    },
+}
 
 
 class _Alias(ModuleType):
@@ -70,37 +88,41 @@ class _Finder(MetaPathFinder, Loader):
         return _Alias(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        new = _MOVED[module.__name__]
-        warn(module.__name__, new, stacklevel=3)
+        warn(module.__name__, stacklevel=3)
 
 
-def warn(old: str, new: str, stacklevel: int) -> None:
-    """``stacklevel``: as for ``warnings.warn``; 2 is the caller of this function."""
-    message = f"{old} is now {new}; the old name will be removed in qao 0.4"
+def removal(since: str) -> str:
+    """The version that removes what ``since`` deprecated."""
+    major, minor = since.split(".")
+    return f"{major}.{int(minor) + 2}"
+
+
+def warn(old: str, stacklevel: int) -> None:
+    """Warn of a name in TABLE. ``stacklevel``: as for ``warnings.warn``; 2 is the caller of this function."""
+    since, new = next((since, names[old]) for since, names in TABLE.items() if old in names)
+    message = f"{old} is now {new}; the old name will be removed in qao {removal(since)}"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
-def renamed(**names: str) -> Callable[[F], F]:
-    """Decorator of a function that also takes keyword arguments under old names; ``names`` maps old to new."""
+def renamed(function: F) -> F:
+    """Decorator of a function that also takes keyword arguments under the old names in _ARGUMENTS."""
+    names = _ARGUMENTS[function.__name__]
 
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def call(*args: Any, **keywords: Any) -> Any:
-            for old in names.keys() & keywords.keys():
-                warn(f"{function.__name__}({old}=...)", f"{names[old]}=...", stacklevel=3)
-                if names[old] in keywords:
-                    raise TypeError(f"{function.__name__}: {old} is the old name of {names[old]}; pass only that")
-                keywords[names[old]] = keywords.pop(old)
-            return function(*args, **keywords)
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        for old in names.keys() & keywords.keys():
+            warn(f"{function.__name__}({old}=...)", stacklevel=3)
+            if names[old] in keywords:
+                raise TypeError(f"{function.__name__}: {old} is the old name of {names[old]}; pass only that")
+            keywords[names[old]] = keywords.pop(old)
+        return function(*args, **keywords)
 
-        return call  # type: ignore[return-value]
-
-    return decorate
+    return call  # type: ignore[return-value]
 
 
 def get(name: str) -> Any:
     """The value of one of NAMES; called by ``qao.__getattr__``."""
-    warn(f"qao.{name}", f"{NAMES[name]}.{name}", stacklevel=4)
+    warn(f"qao.{name}", stacklevel=4)
     return getattr(importlib.import_module(NAMES[name]), name)
 
 

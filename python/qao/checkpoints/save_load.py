@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .files import TensorFiles  # imports safetensors, and ``import qao`` does not
 
 
-@_moved.renamed(module="model")
+@_moved.renamed
 @modes.neutral()
 def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> list[Path]:
     """Write the state dict of a model, with quantized and other layers, as safetensors.
@@ -70,7 +70,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
     return writer.files
 
 
-@_moved.renamed(module="model")
+@_moved.renamed
 @modes.neutral(defaults=False)
 def load(
     path: str | os.PathLike[str],

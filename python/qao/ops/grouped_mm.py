@@ -22,10 +22,7 @@ FP8_FP8 = _qao.fp8_fp8_grouped_mm.default
 FP8_INT4 = _qao.fp8_int4_grouped_mm.default
 
 
-_renamed = _moved.renamed(row_scale="router_weights")
-
-
-@_renamed
+@_moved.renamed
 def int4_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -45,7 +42,7 @@ def int4_grouped_mm(
     return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
 
 
-@_renamed
+@_moved.renamed
 def fp4_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -65,7 +62,7 @@ def fp4_grouped_mm(
     return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, router_weights, gate=gate)
 
 
-@_renamed
+@_moved.renamed
 def int8_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -82,7 +79,7 @@ def int8_grouped_mm(
     return grouped_product(*arguments, gate=gate)
 
 
-@_renamed
+@_moved.renamed
 def fp8_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -99,7 +96,7 @@ def fp8_grouped_mm(
     return grouped_product(*arguments, gate=gate)
 
 
-@_renamed
+@_moved.renamed
 def int8_int8_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -119,7 +116,7 @@ def int8_int8_grouped_mm(
     return grouped_product(*arguments, gate=gate)
 
 
-@_renamed
+@_moved.renamed
 def int8_int4_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -144,7 +141,7 @@ def int8_int4_grouped_mm(
     return grouped_product(INT8_INT4, constants, x, weight, scales, bias, *routing, *others, gate=gate)
 
 
-@_renamed
+@_moved.renamed
 def fp8_fp8_grouped_mm(
     x: Tensor,
     weight: Tensor,
@@ -165,7 +162,7 @@ def fp8_fp8_grouped_mm(
     return grouped_product(*arguments, gate=gate)
 
 
-@_renamed
+@_moved.renamed
 def fp8_int4_grouped_mm(
     x: Tensor,
     weight: Tensor,

@@ -55,7 +55,7 @@ def layer_filter(
         if filter_fn is not None:
             raise TypeError(f"{caller}: filter is the old name of filter_fn; pass only filter_fn")
         # 5: the caller of a function that modes.neutral decorates
-        _moved.warn(f"qao.{caller}(filter=...)", "filter_fn(module, fqn)", stacklevel=5)
+        _moved.warn(f"qao.{caller}(filter=...)", stacklevel=5)
         return checked(filter, f"{caller}: filter")
     return None if filter_fn is None else checked(filter_fn, f"{caller}: filter_fn")
 

@@ -205,8 +205,7 @@ class Float8DynamicActivationFloat8Weight(Float8Operands):
         super().__post_init__()
         if self.activation_scale is not None:
             self._check_scale()
-            old = "Float8DynamicActivationFloat8Weight(activation_scale=...)"
-            _moved.warn(old, "Float8StaticActivationFloat8Weight(activation_scale=...)", stacklevel=4)
+            _moved.warn("Float8DynamicActivationFloat8Weight(activation_scale=...)", stacklevel=4)
 
 
 @dataclass(frozen=True)
