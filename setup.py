@@ -152,9 +152,9 @@ def announce(build_dir: Path, jobs: int) -> None:
     seconds = (SECONDS_OF_CPP * (len(missing) - cuda) + SECONDS_OF_CUDA * cuda) / jobs
     seconds = max(seconds, SECONDS_OF_LARGEST) if cuda else seconds
     time = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
-    codes = sorted({code for rule in missing.values() for code in re.findall(r"code=\[.*?(sm_\w+)", rule)})
+    codes = sorted(set(re.findall(r"code=\[.*?(sm_\w+)", rules)))  # of all files, also those that exist
     alone = "CPUs only" if CROSS else "CPUs only (QAO_CUDA=ON: for GPUs too)"
-    what = f"CPUs and GPUs ({', '.join(codes)} and PTX)" if cuda else alone
+    what = f"CPUs and GPUs ({', '.join(codes)} and PTX)" if codes else alone
     files = f"{len(missing) - cuda} C++ and {cuda} CUDA files" if cuda else f"{len(missing)} C++ files"
     print(f"qao: building for {what}: {files}, about {time} with {jobs} jobs, less with ccache", flush=True)
 

@@ -56,7 +56,7 @@ struct ResidentParts {
     void* y;
     int n, row_tiles;
   };
-  int count;                  // of the parts whose n-tiles are passed over: all, or only the first if gated
+  int count;                  // of the parts that passes go over: all, or only the first if gated
   int first_pass[kMaxParts];  // of each part
   Part part[kMaxParts];
 };
