@@ -105,7 +105,7 @@ Tensor gguf_mm(const Tensor& x_tensor, const Tensor& weight_tensor, const std::o
   arguments.y = y.data_ptr();
   cpu::Features features;
   op.check(cpu::selected_features(&features));
-  const bool is_scalar = !cpu::includes(features, cpu::kAvx512);
+  const bool is_scalar = !cpu::includes(features, cpu::kAvx2);
   if (is_scalar && problem.m >= kManyRows && !batch_invariant && problem.x_dtype != DType::kFloat16) {
     dense_mm(op, x_tensor, w, problem, arguments, x);
     return y;

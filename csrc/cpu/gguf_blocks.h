@@ -48,12 +48,49 @@ inline uint32_t load32(const uint8_t* bytes) {
 }
 inline float half(const uint8_t* bytes) { return from_fp16(load16(bytes)); }
 
+// A vector: compilers unroll loops of 16 to scalar code.
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+
 // Nibbles of 16 bytes: columns 0..15 are the lower ones.
 inline void split_nibbles(const uint8_t* bytes, uint8_t* codes) {
-  for (int i = 0; i < 16; ++i) codes[i] = bytes[i] & 15, codes[i + 16] = bytes[i] >> 4;
+  Bytes16 both;
+  std::memcpy(&both, bytes, 16);
+  const Bytes16 low = both & 15, high = both >> 4;
+  std::memcpy(codes, &low, 16), std::memcpy(codes + 16, &high, 16);
+}
+inline void to_iq4(uint8_t* codes, int count) {
+#if defined(__SSSE3__)
+  typedef char Chars16 __attribute__((vector_size(16)));
+  Chars16 table, values;
+  std::memcpy(&table, kIq4Codes, 16);
+  for (int i = 0; i < count; i += 16) {
+    std::memcpy(&values, codes + i, 16);
+    values = __builtin_ia32_pshufb128(table, values);
+    std::memcpy(codes + i, &values, 16);
+  }
+#else
+  for (int i = 0; i < count; ++i) codes[i] = kIq4Codes[codes[i]];
+#endif
 }
 inline void add_fifth_bits(uint32_t bits, uint8_t* codes) {
-  for (int i = 0; i < 32; ++i) codes[i] |= (bits >> i & 1) << 4;
+  constexpr uint64_t kOnes = 0x0101010101010101;
+  for (int i = 0; i < 4; ++i) {  // byte j of `spread` is bit j, in its place
+    const uint64_t spread = (bits >> 8 * i & 0xFF) * kOnes & 0x8040201008040201;
+    uint64_t eight;
+    std::memcpy(&eight, codes + 8 * i, 8);
+    eight |= (spread + 0x7F * kOnes) >> 3 & 0x10 * kOnes;
+    std::memcpy(codes + 8 * i, &eight, 8);
+  }
+}
+
+// Calls visit(half, run, i) for the 256 columns of a block, in loops of 32 that compilers vectorize.
+template <typename Visit>
+inline void each_run(const Visit& visit) {
+  for (int half = 0; half < 2; ++half) {
+    for (int run = 0; run < 4; ++run) {
+      for (int i = 0; i < 32; ++i) visit(half, run, i);
+    }
+  }
 }
 
 // The eight 6-bit scales, then the eight 6-bit minima, of Q4_K and Q5_K from their 12 bytes.
@@ -104,7 +141,7 @@ struct Blocks<kIq4Nl> : Of32 {
   static constexpr int kBytes = 18, kOffset = 128;
   static void codes(const uint8_t* block, uint8_t* codes) {
     split_nibbles(block + 2, codes);
-    for (int i = 0; i < 32; ++i) codes[i] = kIq4Codes[codes[i]];
+    to_iq4(codes, 32);
   }
   static void scales(const uint8_t* block, float* scale, float*) { scale[0] = scale[1] = half(block); }
 };
@@ -134,7 +171,8 @@ struct Blocks<kQ2_K> {
   static constexpr int kColumns = 256, kBytes = 84, kOffset = 0;
   static constexpr bool kHasMinima = true;
   static void codes(const uint8_t* block, uint8_t* codes) {
-    for (int i = 0; i < 256; ++i) codes[i] = block[16 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
+    each_run(
+        [&](int half, int run, int i) { codes[128 * half + 32 * run + i] = block[16 + 32 * half + i] >> 2 * run & 3; });
   }
   static void scales(const uint8_t* block, float* scale, float* minimum) {
     const float d = half(block + 80), least = half(block + 82);
@@ -146,9 +184,10 @@ struct Blocks<kQ3_K> {
   static constexpr int kColumns = 256, kBytes = 110, kOffset = 4;
   static constexpr bool kHasMinima = false;
   static void codes(const uint8_t* block, uint8_t* codes) {
-    for (int i = 0; i < 256; ++i) {
-      codes[i] = (block[32 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3) | (block[i % 32] >> i / 32 & 1) << 2;
-    }
+    each_run([&](int half, int run, int i) {
+      const int low = block[32 + 32 * half + i] >> 2 * run & 3, high = block[i] >> (4 * half + run) & 1;
+      codes[128 * half + 32 * run + i] = static_cast<uint8_t>(low | high << 2);
+    });
   }
   static void scales(const uint8_t* block, float* scale, float*) {
     const uint8_t* bytes = block + 96;
@@ -179,16 +218,20 @@ template <>
 struct Blocks<kQ4_K> : SixBitScales {
   static constexpr int kBytes = 144;
   static void codes(const uint8_t* block, uint8_t* codes) {
-    for (int i = 0; i < 256; ++i) codes[i] = block[16 + i / 64 * 32 + i % 32] >> i / 32 % 2 * 4 & 15;
+    each_run([&](int half, int run, int i) {
+      codes[128 * half + 32 * run + i] = block[16 + 64 * half + run / 2 * 32 + i] >> run % 2 * 4 & 15;
+    });
   }
 };
 template <>
 struct Blocks<kQ5_K> : SixBitScales {
   static constexpr int kBytes = 176;
   static void codes(const uint8_t* block, uint8_t* codes) {
-    for (int i = 0; i < 256; ++i) {
-      codes[i] = (block[48 + i / 64 * 32 + i % 32] >> i / 32 % 2 * 4 & 15) | (block[16 + i % 32] >> i / 32 & 1) << 4;
-    }
+    each_run([&](int half, int run, int i) {
+      const int low = block[48 + 64 * half + run / 2 * 32 + i] >> run % 2 * 4 & 15;
+      const int high = block[16 + i] >> (4 * half + run) & 1;
+      codes[128 * half + 32 * run + i] = static_cast<uint8_t>(low | high << 4);
+    });
   }
 };
 template <>
@@ -196,10 +239,11 @@ struct Blocks<kQ6_K> {
   static constexpr int kColumns = 256, kBytes = 210, kOffset = 32;
   static constexpr bool kHasMinima = false;
   static void codes(const uint8_t* block, uint8_t* codes) {
-    for (int i = 0; i < 256; ++i) {
-      const int low = block[i / 128 * 64 + i % 64] >> i / 64 % 2 * 4 & 15;
-      codes[i] = static_cast<uint8_t>(low | (block[128 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3) << 4);
-    }
+    each_run([&](int half, int run, int i) {
+      const int low = block[64 * half + 32 * (run % 2) + i] >> run / 2 * 4 & 15;
+      const int high = block[128 + 32 * half + i] >> 2 * run & 3;
+      codes[128 * half + 32 * run + i] = static_cast<uint8_t>(low | high << 4);
+    });
   }
   static void scales(const uint8_t* block, float* scale, float*) {
     const float d = half(block + 208);
@@ -211,7 +255,8 @@ struct Blocks<kIq4Xs> {
   static constexpr int kColumns = 256, kBytes = 136, kOffset = 128;
   static constexpr bool kHasMinima = false;
   static void codes(const uint8_t* block, uint8_t* codes) {
-    for (int i = 0; i < 256; ++i) codes[i] = kIq4Codes[block[8 + i / 32 * 16 + i % 16] >> i / 16 % 2 * 4 & 15];
+    for (int i = 0; i < 8; ++i) split_nibbles(block + 8 + 16 * i, codes + 32 * i);
+    to_iq4(codes, 256);
   }
   static void scales(const uint8_t* block, float* scale, float*) {
     const float d = half(block);

@@ -83,6 +83,8 @@ constexpr Kernel kKernels[] = {
      avx512::float32_gguf_gemm},
     {"avx512 gemv vpdpbusd", kAvx512, kFloatX, kGguf, kAny, nullptr, &kFixedPointSegments,
      avx512::fixed_point_gguf_gemv},
+    {"avx2 gemv vfmadd231ps", kAvx2, kFloatX, kGguf, up_to(4), nullptr, &kFloat32RowsAvx2, avx2::float32_gguf_gemv},
+    {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kGguf, kAny, nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
 
     // x in float or fp8, W int8 or fp8
     {"amx gemm tdpbf16ps", kAmx, kFloatX, kW8, from(3), nullptr, &kBf16Tiles, amx::bf16_w8_gemm},

@@ -3,6 +3,7 @@
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/expand.h"
 #include "cpu/x86/avx2/fp4.h"
+#include "cpu/x86/avx2/gguf_floats.h"
 #include "cpu/x86/avx2/panel.h"
 
 namespace qao::cpu {
@@ -23,7 +24,8 @@ struct Float32Sums : Avx2Panel, FloatTotals {
 struct Float32Panel : PlainTotals<Float32Sums> {
   template <int kTiles>
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
-    const bool has_scales = !is_packed(job.weight_format) && job.weight_scaling != Scaling::kBlock;
+    const bool has_bytes = job.weight_format == Format::kInt8 || job.weight_format == Format::kFp8;
+    const bool has_scales = has_bytes && job.weight_scaling != Scaling::kBlock;
     each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
       const Columns columns = load_columns(job, n);
       const __m256 scales = has_scales ? load_scales(job, n) : _mm256_set1_ps(1);
@@ -64,6 +66,34 @@ struct Bytes : Float32Panel, EightBits {
  private:
   static void widen(__m128i bytes, __m256 (&out)[2]) {
     kFormat == Format::kInt8 ? expand_int8(bytes, out) : expand_fp8(bytes, out);
+  }
+};
+
+struct Gguf : Float32Panel {
+  static constexpr int kBits = 0;
+  using Parameters = Nothing;
+  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
+                     int64_t stride) {
+    static_assert(kPanelColumns == gguf::kUnit);
+    const int64_t columns = least(job.k - panel * kPanelColumns, kPanelColumns);
+    for (int half = 0; half < 2; ++half) {
+      alignas(32) float values[8][kPanelColumns];
+      for (int r = 0; r < 8; ++r) {
+        const int64_t n = least(tile_n * kTileRows + 8 * half + r, job.n - 1);
+        const uint8_t* row = job.weight + n * job.row_bytes;
+        gguf::with_type(job.gguf_type, [&]<gguf::Type kType> {
+          using B = gguf::Blocks<kType>;
+          gguf::to_floats<kType>(row + panel * (kPanelColumns / B::kColumns) * B::kBytes, columns, values[r]);
+        });
+      }
+      for (int64_t k = 0; k < columns; k += 8) {
+        __m256i rows[8];
+        for (int r = 0; r < 8; ++r) rows[r] = _mm256_load_si256(reinterpret_cast<const __m256i*>(values[r] + k));
+        store_steps(rows, out + k * stride + 8 * half, stride, [](int step) { return step; });
+      }
+    }
   }
 };
 
@@ -160,7 +190,10 @@ void avx2::pack_float32_panels(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-void avx2::float32_gemm(const Job& job, int64_t begin, int64_t end) { run_format<Int4, Fp4, Bytes>(job, begin, end); }
+void avx2::float32_gemm(const Job& job, int64_t begin, int64_t end) {
+  job.weight_format == Format::kGguf ? run_panels<Gguf>(job, begin, end)
+                                     : run_format<Int4, Fp4, Bytes>(job, begin, end);
+}
 
 void avx2::float32_wide_gemm(const Job& job, int64_t begin, int64_t end) {
   job.weight_format == Format::kInt4 ? run_panels<InSections<Int4>>(job, begin, end)
