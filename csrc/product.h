@@ -64,7 +64,8 @@ class Product {
   // The same for products of one x: the results in order. On a CPU, x is packed once if the weights have one format. On
   // a GPU, one kernel multiplies them if there is one for them, or else x is quantized once.
   static std::vector<Tensor> run_merged(std::span<Product* const> products);
-  // One kernel on a GPU that applies what `first` says about x, an RMSNorm and a gate. Returns nothing if there is none.
+  // One kernel on a GPU that applies what `first` says about x, an RMSNorm and a gate. Returns nothing if there is
+  // none.
   static std::optional<std::vector<Tensor>> run_fused(std::span<Product* const> products, const mm::Problem& first,
                                                       const mm::Arguments& x);
 

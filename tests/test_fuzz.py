@@ -56,6 +56,10 @@ def test_every_format_is_fuzzed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fuzzer", SLICE)
 def test_slice(fuzzer: str) -> None:
     problems = 0
+    if fuzzer == "calls":  # in a process with a limit, since some systems promise more memory than they have
+        outcome = workers.run(fuzzer, "default", seed=0, first=0, count=SLICE[fuzzer], seconds=120)
+        assert not outcome.findings and outcome.cases == SLICE[fuzzer]
+        return
     for index in range(SLICE[fuzzer]):
         case = workers.case_of(fuzzer, 0, index)
         done, error = workers.attempt(fuzzer, case, "cpu")

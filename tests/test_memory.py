@@ -45,6 +45,8 @@ def test_no_operator_takes_more_on_a_cpu() -> None:
     assert done.returncode == 0, done.stderr
     calls = [call for line in done.stdout.splitlines() for call in json.loads(line)]
     assert {call["operator"] for call in calls} >= operator_checks.OPERATORS.keys()
+    if not memory_support.sees_peaks():
+        pytest.skip("the kernel does not count the peak of a process")
     assert max(call["above"] for call in calls) > memory_support.NOISE  # scratch memory is seen
     fixed, row = documented(r"(\d+) KiB and"), documented(r"and (\d+) KiB for each row")
     rows = max(memory_support.SIZES["cpu"]["_TOKENS"])

@@ -202,16 +202,23 @@ def swiglu_quantize(rng: random.Random, device: str) -> int:
     return 1
 
 
-def add_rms_norm_int4_mm(rng: random.Random, device: str) -> int:
+def add_rms_norm_int4_mm(rng: random.Random, device: str, several: bool = False) -> int:
     _, n, k = product_sizes(rng)
     n, gated = n + n % 2, rng.random() < 0.5
+    if several:  # weights but the last have whole tiles of 16 rows
+        n = max(n, 32) if not gated else max(n // 32, 1) * 32
+        cut = n // 2 if gated else rng.randrange(16, n, 16)
     formats = [fmt for fmt in INT4.formats if isinstance(fmt, Int4Format)]
     weight = INT4.make_weight(n, k, rng.choice(formats), device, seed=rng.getrandbits(48))
     x = randn(rng, size(rng, 5, 1, 2, 8), k, dtype=float_dtype(rng)).to(device)
     residual = randn(rng, *x.shape, dtype=x.dtype).to(device) if rng.random() < 0.5 else None
     norm = randn(rng, k, dtype=float_dtype(rng)).to(device) if rng.random() < 0.5 else None
     bias = randn(rng, n, dtype=float_dtype(rng)).to(device) if rng.random() < 0.5 else None
-    y, h = test_norm_product.call(rng.choice(layouts(rng, x)), residual, norm, weight, bias, gated)
+    x = rng.choice(layouts(rng, x))
+    if several:
+        y, h = test_norm_product.call_parts(x, residual, norm, weight, bias, [cut, n - cut], gated)
+    else:
+        y, h = test_norm_product.call(x, residual, norm, weight, bias, gated)
     check(equal(h, x if residual is None else x + residual), "h is not the sum")
     what = described(x=x.dtype, shape=list(x.shape), n=n, gated=gated)
     _bounded(lambda: test_norm_product.check(y, h, norm, weight, bias, gated), what)
@@ -339,6 +346,7 @@ def gguf_mm(rng: random.Random, device: str) -> int:
 OPERATORS: dict[str, Fuzzer] = {
     **dict.fromkeys(("gguf_mm", "dequantize_gguf", "gguf_embedding"), gguf_mm),
     **{f"_merged_{word}_mm": partial(merged, word) for word in SCHEMES},
+    "_merged_add_rms_norm_int4_mm": partial(add_rms_norm_int4_mm, several=True),
     **{f"{scheme.word}_mm": partial(products.dense, scheme) for scheme in PRODUCTS},
     **{f"{scheme.word}_grouped_mm": partial(products.grouped, scheme) for scheme in PRODUCTS},
     **{f"{word}_scaled_mm": partial(_scaled, f"{word}_{word}") for word in ("int8", "fp8")},

@@ -82,8 +82,12 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   for (size_t i = 0; i < parts.size(); ++i) {
     const Part& part = parts[i];
     if (!problem.gated) of.first_pass[i] = passes_over_parts(rows, false, config.tiles_n);
-    of.part[i] = {static_cast<const uint8_t*>(part.weight), static_cast<const uint8_t*>(part.scales), part.bias, part.y,
-                  static_cast<int>(part.n), static_cast<int>(tiles_n(part.n))};
+    of.part[i] = {static_cast<const uint8_t*>(part.weight),
+                  static_cast<const uint8_t*>(part.scales),
+                  part.bias,
+                  part.y,
+                  static_cast<int>(part.n),
+                  static_cast<int>(tiles_n(part.n))};
     rows.push_back(part.n);
   }
   ResidentParams cut;

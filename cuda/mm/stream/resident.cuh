@@ -22,7 +22,7 @@ struct Held {
   static constexpr int kR = Tile::kTilesN, kWarps = Tile::kWarps;
   const Params& p;
   const ResidentParams& d;
-  const ResidentParts* const parts;            // null unless merged
+  const ResidentParts* const parts;             // null unless merged
   const int lane, slice, row_tile0, row_tiles;  // of this CTA; passes if merged
   const uint32_t shared, ring;
 
@@ -73,8 +73,8 @@ struct Held {
     const int chunk = lane & ((1 << d.chunk_shift) - 1);
     at.tiles = place.tiles;
     at.weight = part.weight + place.first * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
-    at.scales = part.scales + place.first * d.row_tile_scale_bytes +
-                (lane >> d.chunk_shift) * d.next_tile_scale_bytes + group_bytes_at(at.step) + chunk * 16;
+    at.scales = part.scales + place.first * d.row_tile_scale_bytes + (lane >> d.chunk_shift) * d.next_tile_scale_bytes +
+                group_bytes_at(at.step) + chunk * 16;
   }
   // Moves a cursor past the last K-step to the next pass.
   __device__ __forceinline__ void turn(Cursor& at) const {

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import ops, schemes
 from ..nn.experts import QuantProjection, quantize_projection
 from ..ops import reference
+from ..ops.merged_mm import FUSED
 from ..quant_primitives.fp4 import _by_torch as fp4_by_torch
 from ..schemes import Scheme
 
@@ -169,6 +170,20 @@ def _add_rms_norm_int4_mm(device: str) -> float:
     return max(errors)
 
 
+def _merged_add_rms_norm_int4_mm(device: str) -> float:
+    scheme = schemes.Int4WeightOnly()
+    packed = [scheme.quantize(_random(_N, _K, device=device)) for _ in range(2)]
+    dense = [scheme.dequantize(each.qweight, each.scales, _N, _K, torch.float32) for each in packed]
+    weights = [each.qweight for each in packed], [each.scales for each in packed], [None, None]
+    errors = []
+    for tokens in _TOKENS:
+        x, residual = (_random(tokens, _K, device=device) for _ in range(2))
+        normed = reference.rms_norm(x + residual, None, 1e-6)
+        y, _ = FUSED(x, residual, None, *weights, 1e-6, [_N, _N], *scheme.sizes(_N, _K)[1:], True)
+        errors.append(_distance(y, reference.silu_mul(*(reference.mm(normed, each) for each in dense))))
+    return max(errors)
+
+
 def _expert_rows(device: str) -> float:
     """MoE permute and unpermute with weights that sum to one."""
     x, chosen = _random(33, _K, device=device), torch.arange(132, device=device).view(33, 4) * 7 % 9
@@ -302,6 +317,7 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "silu_mul_quantize": _silu_mul_quantize,
     "add_rms_norm": _add_rms_norm,
     "add_rms_norm_int4_mm": _add_rms_norm_int4_mm,
+    "_merged_add_rms_norm_int4_mm": _merged_add_rms_norm_int4_mm,
     "silu_mul": _silu_mul,
     "swiglu": _swiglu,
     "swiglu_quantize": _swiglu,
