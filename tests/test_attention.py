@@ -160,7 +160,8 @@ def test_rows_without_a_key_are_those_of_torch(dtype: torch.dtype, device: str) 
     keep = torch.ones(3, 200, dtype=torch.bool, device=device)
     keep[1] = False
     for mask in (keep, torch.zeros(3, 200, dtype=dtype, device=device).masked_fill(~keep, -math.inf)):
-        assert (F.scaled_dot_product_attention(q, k, v, mask)[:, :, 1] == 0).all()
+        if device == "cpu":  # torch's kernels for GPUs disagree with each other
+            assert (F.scaled_dot_product_attention(q, k, v, mask)[:, :, 1] == 0).all()
         assert (check(q, k, v, mask)[:, 1] == 0).all()
     assert (OPS.decode_attention(q, k[:, :, :0], v[:, :, :0], None, 0.25) == 0).all()
     assert OPS.decode_attention(q[:, :, :0], k, v, None, 0.25).shape == (1, 0, 2, 16)

@@ -89,7 +89,16 @@ def test_quantized_layers(scheme: Any, kind: str, tmp_path: Path, capsys: pytest
     assert (logits - expected).norm() <= (0.1 if scheme.activations == "int8" else 5e-3) * expected.norm()
 
 
+def splits() -> dict[str, str]:
+    """Regular expressions of GGUF's tokenizers."""
+    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    if not hasattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS"):
+        pytest.skip("this transformers does not know the regular expressions of GGUF's tokenizers")
+    return mapping.GGUF_PRE_TOKENIZER_SPLITS  # type: ignore[no-any-return]
+
+
 def test_tied_embeddings(tmp_path: Path) -> None:
+    splits()  # transformers gives this tokenizer a regular expression
     model = saved(tmp_path / "model", qao.Int8WeightOnly(), "qwen2", tie_word_embeddings=True)
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "model.gguf"), "--quiet"]) == 0
     tensors = {one.name: one for one in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
@@ -132,10 +141,7 @@ def test_the_tokenizer(split: str, tmp_path: Path, capsys: pytest.CaptureFixture
     if split == "smollm":
         steps = [pre.Digits(individual_digits=True), bytewise]
     elif split != "gpt-2":
-        mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
-        if not hasattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS"):
-            pytest.skip("this transformers does not know the regular expressions of GGUF's tokenizers")
-        regex = tokenizers.Regex(mapping.GGUF_PRE_TOKENIZER_SPLITS.get(split, r"\w+"))
+        regex = tokenizers.Regex(splits().get(split, r"\w+"))
         steps = [pre.Split(regex, "isolated"), pre.ByteLevel(add_prefix_space=False, use_regex=False)]
     saved(tmp_path / "model")
     own = tokenizer(split=pre.Sequence(steps))

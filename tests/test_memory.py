@@ -43,11 +43,10 @@ def test_no_operator_takes_more_on_a_cpu() -> None:
     command = [sys.executable, memory_support.__file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    calls = [call for line in done.stdout.splitlines() for call in json.loads(line)]
-    assert {call["operator"] for call in calls} >= operator_checks.OPERATORS.keys()
-    if not memory_support.sees_peaks():
+    first, *calls = (call for line in done.stdout.splitlines() for call in json.loads(line))
+    if abs(first["above"] - memory_support.WRITTEN) > memory_support.NOISE:
         pytest.skip("the kernel does not count the peak of a process")
-    assert max(call["above"] for call in calls) > memory_support.NOISE  # scratch memory is seen
+    assert {call["operator"] for call in calls} >= operator_checks.OPERATORS.keys()
     fixed, row = documented(r"(\d+) KiB and"), documented(r"and (\d+) KiB for each row")
     rows = max(memory_support.SIZES["cpu"]["_TOKENS"])
     assert not excess(calls, ((fixed + row * rows) << 10) + memory_support.NOISE)

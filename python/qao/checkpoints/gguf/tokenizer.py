@@ -27,7 +27,12 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    if open_gguf(path).metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+    metadata = open_gguf(path).metadata
+    for name, own in _SPECIAL.items():  # transformers 5.17 gives the end of a text the token of its beginning
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(token, int) and 0 <= token < len(tokenizer):
+            setattr(tokenizer, f"{own}_token", tokenizer.convert_ids_to_tokens(token))
+    if metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
         steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return tokenizer
