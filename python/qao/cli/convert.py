@@ -118,7 +118,9 @@ def _opened(path: Path, to: str | None) -> Checkpoint:
     from ..checkpoints import open_checkpoint
     from ..checkpoints.gguf.read import GgufCheckpoint
 
-    return GgufCheckpoint(path, native=to == "gguf") if path.suffix == ".gguf" else open_checkpoint(path)
+    if path.suffix != ".gguf":
+        return open_checkpoint(path)
+    return GgufCheckpoint(path) if to == "gguf" else GgufCheckpoint(path, native=())
 
 
 def _to_gguf(args: argparse.Namespace, source: Checkpoint, reopen: Callable[[], Checkpoint], output: Output) -> int:

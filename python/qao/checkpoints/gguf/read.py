@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,14 +49,14 @@ class GgufCheckpoint(Checkpoint):
     Args:
         path: the file, or one part of a split model (``-00001-of-00003.gguf``).
         dequantize: True reads linear layers in Q8_0 as float32 too, and is not native.
-        native: keep blocks of the file, which only CPUs have kernels for.
+        native: types of which blocks of the file are kept. Only CPUs have kernels for them.
 
     Attributes:
         linears: names of the linear layers that are read as float.
         float_linears: number of these that are quantized in the file, by format.
         dequantized: number of tensors of any kind, by format.
         rounded: number of linear layers in Q8_0 that are requantized.
-        native: whether blocks of the file are kept.
+        native: types of which blocks are kept.
         mxfp4: whether there are experts in MXFP4, which ``Fp4WeightOnly`` represents exactly.
 
     Raises:
@@ -66,8 +66,10 @@ class GgufCheckpoint(Checkpoint):
 
     format = "gguf"
 
-    def __init__(self, path: str | Path, *, dequantize: bool = False, native: bool = True) -> None:
-        self.native = native and not dequantize
+    def __init__(
+        self, path: str | Path, *, dequantize: bool = False, native: Collection[str] = tuple(GGUF_NUMBERS)
+    ) -> None:
+        self.native = () if dequantize else native
         self._file = open_gguf(path)
         self._model = Model(self._file)
         self.config = self._model.config
@@ -111,7 +113,7 @@ class GgufCheckpoint(Checkpoint):
         """The layer of a part; None if it is read as float."""
         linear, embedding = self._model.is_linear(part), part.module == "model.embed_tokens"
         plain = _LINEAR.get(info.type) if linear else None
-        if self.native and (linear or embedding) and info.type in GGUF_NUMBERS and (not plain or info.type == "Q8_0"):
+        if info.type in self.native and (linear or embedding) and (not plain or info.type == "Q8_0"):
             own = GgufWeightOnly(info.type)
             plain = own, partial(_checked, own), None
         if plain is None:

@@ -11,13 +11,15 @@ import torch
 
 from ...schemes import FLOAT_DTYPES
 from ...schemes.base import _host
+from ...schemes.gguf import GGUF_NUMBERS
 from .config import QaoConfig
 
 # Arguments of transformers' from_pretrained that locate a repository and its files.
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies")
 CODE = ("trust_remote_code", "code_revision")
 _BF16 = ("avx512_bf16", "amx")  # instruction sets with products of bfloat16
-_GGUF = ("avx512", *_BF16)  # with fast kernels of GGUF blocks
+_GGUF = ("avx512", *_BF16)  # with integer kernels of GGUF blocks
+_GGUF_IN_FLOAT = ("avx2", "avx_vnni")  # with kernels in float32, faster than W in float32 but slower than int8
 
 
 def configuration(
@@ -124,7 +126,7 @@ def dtype_of(config: Any, checkpoint: Any) -> torch.dtype:
         given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)
     if isinstance(given, torch.dtype):
         return given
-    if getattr(checkpoint, "native", False) and checkpoint.layers and _host is not None:
+    if getattr(checkpoint, "native", ()) and checkpoint.layers and _host is not None:
         return torch.bfloat16 if _host.cpu_features()["selected"] in _BF16 else torch.float32
     if getattr(checkpoint, "mxfp4", False):
         return torch.bfloat16
@@ -132,9 +134,14 @@ def dtype_of(config: Any, checkpoint: Any) -> torch.dtype:
     return max(floats, key=lambda found: torch.Size(found[0]).numel())[1] if floats else torch.float32
 
 
-def keeps_gguf_blocks(device_map: Any) -> bool:
-    """Whether the devices of a model have fast kernels of GGUF blocks: all of it is on a CPU with AVX-512."""
-    return _is_on_cpu(device_map) and _host is not None and _host.cpu_features()["selected"] in _GGUF
+def kept_gguf_types(device_map: Any) -> tuple[str, ...]:
+    """Types of GGUF blocks with a kernel that is faster than other weights, on the CPU that holds all of a model."""
+    if _host is None or not _is_on_cpu(device_map):
+        return ()
+    selected = _host.cpu_features()["selected"]
+    if selected in _GGUF_IN_FLOAT:
+        return tuple(kind for kind in GGUF_NUMBERS if kind != "Q8_0")
+    return tuple(GGUF_NUMBERS) if selected in _GGUF else ()
 
 
 def _is_on_cpu(device_map: Any) -> bool:
