@@ -39,14 +39,18 @@ def overdue(present: tuple[int, ...]) -> set[str]:
 
 @contextlib.contextmanager
 def fresh(module: str) -> Iterator[None]:
-    """Without the module in sys.modules, as before its first import."""
-    found = sys.modules.pop(module, None)
+    """Without the module in sys.modules and in its package, as before its first import."""
+    package, _, name = module.rpartition(".")
+    found, attribute = sys.modules.pop(module, None), vars(sys.modules[package]).pop(name, None)
     try:
         yield
     finally:
         sys.modules.pop(module, None)
+        vars(sys.modules[package]).pop(name, None)
         if found is not None:
             sys.modules[module] = found
+        if attribute is not None:
+            setattr(sys.modules[package], name, attribute)
 
 
 def use(old: str) -> None:
