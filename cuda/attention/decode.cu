@@ -57,18 +57,6 @@ __host__ __device__ constexpr int owned_rows(int stored_rows, int log2_splits) {
   return (stored_rows + (1 << log2_splits) - 1) >> log2_splits;
 }
 
-// Stores to the shared memory of a CTA of the cluster.
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void store_cluster_float4(uint32_t to, float4 value) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "f"(value.x), "f"(value.y),
-               "f"(value.z), "f"(value.w)
-               : "memory");
-}
-__device__ __forceinline__ void store_cluster_float2(uint32_t to, float2 value) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(to), "f"(value.x), "f"(value.y) : "memory");
-}
-#endif
-
 // Sends this CTA's part of a row to its owner.
 template <int kSize>
 __device__ __forceinline__ void send(const Params& s, const Block& block, int row, int place, int slots, Part part,
@@ -76,10 +64,10 @@ __device__ __forceinline__ void send(const Params& s, const Block& block, int ro
 #if __CUDA_ARCH__ >= 900
   const int owner = row & (s.splits - 1), slot = row >> s.log2_splits;
   const uint32_t to = ptx::shared_address(inbox + (block.rank * slots + slot) * (kSize / 4) + place);
-  store_cluster_float4(ptx::cluster_address(to, owner), value);
+  ptx::store_cluster_float4(ptx::cluster_address(to, owner), value);
   if (place > 0) return;
   const uint32_t part_to = ptx::shared_address(&shared.arrived[block.rank][slot]);
-  store_cluster_float2(ptx::cluster_address(part_to, owner), {part.largest, part.sum});
+  ptx::store_cluster_float2(ptx::cluster_address(part_to, owner), {part.largest, part.sum});
 #endif
 }
 

@@ -191,6 +191,14 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t from) {
                : "memory");
   return value;
 }
+__device__ __forceinline__ void store_cluster_float4(uint32_t to, float4 value) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "f"(value.x), "f"(value.y),
+               "f"(value.z), "f"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_cluster_float2(uint32_t to, float2 value) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(to), "f"(value.x), "f"(value.y) : "memory");
+}
 
 // Stores four 8 x 8 matrices of 16-bit elements: lane i addresses row i % 8 of matrix i / 8 (sm_90).
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&from)[4]) {
