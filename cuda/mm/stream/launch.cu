@@ -2,7 +2,6 @@
 // With PDL, weights are prefetched before the previous kernel ends. Kernel parameters are recomputed from the plan by
 // the functions that plan() used.
 #include <span>
-#include <vector>
 
 #include "common/launch.h"
 #include "common/shared_memory.h"
@@ -77,23 +76,23 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   const Params params = int4_params(problem, plan, arguments, x);
   const ResidentConfig& config = kResident[plan.config];
   ResidentParts of{};
-  std::vector<int64_t> rows;
+  int passes = 0;
   of.count = problem.gated ? 1 : static_cast<int>(parts.size());
-  for (size_t i = 0; i < parts.size(); ++i) {
+  for (int i = 0; i < static_cast<int>(parts.size()); ++i) {
     const Part& part = parts[i];
-    if (!problem.gated) of.first_pass[i] = passes_over_parts(rows, false, config.tiles_n);
+    of.first_pass[i] = passes;
+    if (i < of.count) passes += passes_over_part(part.n, problem.gated, config.tiles_n);
     of.part[i] = {static_cast<const uint8_t*>(part.weight),
                   static_cast<const uint8_t*>(part.scales),
                   part.bias,
                   part.y,
                   static_cast<int>(part.n),
                   static_cast<int>(tiles_n(part.n))};
-    rows.push_back(part.n);
   }
   ResidentParams cut;
   int shared_bytes;
   if (!resident_params(problem, config, static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes), &cut,
-                       &shared_bytes, passes_over_parts(rows, problem.gated, config.tiles_n))) {
+                       &shared_bytes, passes)) {
     return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
   }
   if (problem.gated) {

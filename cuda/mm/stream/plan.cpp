@@ -173,7 +173,10 @@ bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gp
   for (int index = 0; index < static_cast<int>(std::size(kResident)); ++index) {
     const ResidentConfig& config = kResident[index];
     if (problem.gated && config.tiles_n != 2) continue;
-    const int passes = passes_over_parts(rows, problem.gated, config.tiles_n);
+    int passes = 0;
+    for (const int64_t n : problem.gated ? rows.first(1) : rows) {
+      passes += passes_over_part(n, problem.gated, config.tiles_n);
+    }
     const int ctas = std::min(gpu.num_sms, passes);
     const int64_t places = ceil_div(passes, ctas) * config.tiles_n;
     ResidentParams params;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <span>
 
 #include "common/integers.h"
 #include "int4/layout.h"
@@ -61,13 +60,9 @@ struct ResidentParts {
   Part part[kMaxParts];
 };
 
-// Passes over weights of `rows` out_features each.
-inline int passes_over_parts(std::span<const int64_t> rows, bool gated, int tiles_n) {
-  int passes = 0;
-  for (const int64_t n : gated ? rows.first(1) : rows) {
-    passes += ceil_div(static_cast<int>(int4::tiles_n(n)), tiles_n >> gated);
-  }
-  return passes;
+// Passes over one weight of `n` out_features. If gated, those over gate serve up too.
+inline int passes_over_part(int64_t n, bool gated, int tiles_n) {
+  return passes_over(static_cast<int>(int4::tiles_n(n)), tiles_n >> gated);
 }
 
 // Returns false if a K-step has more groups than the columns of an MMA or the lanes that copy scales can handle, or if
