@@ -1,7 +1,7 @@
 // GEMM operators of several weights and one x, such as the q, k and v projections of an attention block.
 //
 // Graph passes call them (python/qao/inductor). Arguments are those of the operator of one weight, in lists. The
-// results have the bits of separate calls.
+// results have the bits of separate calls, except for int4 on a GPU, where one kernel adds in another order.
 #include "merged_product.h"
 #include "operators.h"
 

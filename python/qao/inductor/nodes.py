@@ -45,10 +45,15 @@ def rows_of(node: Node) -> int | None:
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
+def has_hopper(device: torch.device | None = None) -> bool:
+    """Whether a GPU, the current one by default, has compute capability 9.0 or higher."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def on_hopper(node: Node) -> bool:
-    """Whether a result is on a GPU of compute capability 9.0 or higher, for which the kernels of few tokens are."""
+    """Whether a result is on such a GPU, for which the kernels of few tokens are."""
     device = value(node).device
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and has_hopper(device)
 
 
 def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
