@@ -93,6 +93,7 @@ def run(workers: int, resume: bool) -> int:
         return 1
     # The compiler builds a header on its first use: once here, not in every worker of pytest-xdist at the same time.
     torch.compile(torch.sin)(torch.ones(8))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # workers times threads are more than CPUs
     options = ["-n", str(workers), "--dist", "worksteal"] if workers else []
     before = earlier_runs() if resume else []
     PROGRESS.parent.mkdir(exist_ok=True)

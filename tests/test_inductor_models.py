@@ -35,9 +35,9 @@ FAST = "phi3", "olmo2"
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
-    if not torch.cuda.is_available():
+    if device == "cpu":
         monkeypatch.setattr("qao.inductor.norms.on_hopper", lambda node: True)
     with torch.compiler.config.patch(force_disable_caches=True):
         yield

@@ -20,6 +20,8 @@ TESTS = Path(__file__).parent
 # Compilers and autograd see an operator, not its kernels: these tests run once.
 CHOSEN = "not cuda and not opcheck and not compiles and not gradients"
 
+PARTS = 3  # of the tests of a level, for machines with many CPUs
+
 CALL_INT4_MM = """
 import sys
 import torch
@@ -48,12 +50,13 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.early
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("isa", ISA_FLAGS)
-def test_isa(isa: str) -> None:
+def test_isa(isa: str, part: int) -> None:
     """All tests marked every_isa, with this level forced and every allocation filled with 0x7F by glibc."""
     if not cpu_offers(isa):
         pytest.skip(f"this CPU has no {isa}")
-    files = [str(path) for path in TESTS.glob("test_*.py") if "mark.every_isa" in path.read_text()]
+    files = sorted(str(path) for path in TESTS.glob("test_*.py") if "mark.every_isa" in path.read_text())[part::PARTS]
     result = run(
         ["-m", "pytest", "-x", "-m", "every_isa", "-k", CHOSEN, "-p", "no:cacheprovider", *files],
         QAO_CPU_ISA=isa,
