@@ -26,7 +26,7 @@ FOLDER = ROOT / "docs" / "plots"
 DECODERS = "llama"  # bench/llama.py
 UNMODIFIED = "generate"  # bench/generate.py
 WORDS = (*SCHEMES, DECODERS, UNMODIFIED)  # results files with plots
-TRACKED = (("h200", DECODERS),)  # in FOLDER
+TRACKED = (("h200", UNMODIFIED),)  # in FOLDER
 _COLUMNS = 3
 _OURS, _BF16, _FLOOR = "#0b5fb0", "#222222", "#999999"
 _STYLE = {
@@ -91,14 +91,15 @@ def draw_decoders(results: dict[str, Any], target: Path) -> None:
 
 
 def draw_unmodified(results: dict[str, Any], target: Path) -> None:
-    """One panel per way of decoding of the first model: one bar per scheme, tokens per second."""
+    """One panel per way of decoding of the first model, on one scale: one bar per scheme, tokens per second."""
     first = results["rows"][0]
     rows = [row for row in results["rows"] if (row["model"], row["batch"]) == (first["model"], first["batch"])]
     ways = [way for way in WAYS if any(row["way"] == way for row in rows)]
     with _panels(target, 1, len(ways), 3.2, 1.6) as (figure, panels):
         for panel, way in zip(panels, ways, strict=True):
             speeds = {row["scheme"]: row["tokens_s"] for row in rows if row["way"] == way}
-            _bars(panel, WAYS[way].replace("`", ""), speeds, panel is panels[0])
+            _bars(panel, WAYS[way].replace("`", "").replace("(c", "(\nc"), speeds, panel is panels[0])
+            panel.set_xlim(0, 1.25 * max(row["tokens_s"] for row in rows))
         about = f"an unmodified transformers model, batch {first['batch']}"
         figure.suptitle(f"{first['model']}, {about}: tokens a second on one {results['meta']['device']}")
 

@@ -72,7 +72,7 @@ def test_the_performance_page_is_short_and_leads_to_every_device() -> None:
         ("performance.md", "[all](../bench/results)", "[all](results/index.md)"),
         ("performance.md", "[code](../bench/plots.py)", "code"),
         ("performance.md", "[page](benchmarks.md)", "[page](benchmarks.md)"),
-        ("performance.md", "![p](plots/h200-llama.svg)", "![p](plots/h200-llama.svg)"),
+        ("performance.md", "![p](plots/h200-generate.svg)", "![p](plots/h200-generate.svg)"),
     ],
 )
 def test_links_to_results_lead_to_their_pages_on_the_site(page: str, link: str, expected: str) -> None:

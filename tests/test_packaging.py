@@ -370,7 +370,7 @@ def test_links_of_the_description_lead_into_the_repository(tmp_path: Path) -> No
     assert f"Project-URL: Documentation, {home}/tree/{version}/docs\n" in content
     assert "Description-Content-Type: text/markdown" in content
     assert f"[Quickstart]({home}/blob/{version}/docs/quickstart.md)" in content
-    assert f"]({home}/raw/{version}/docs/plots/h200-llama.svg)" in content
+    assert f"]({home}/raw/{version}/docs/plots/h200-generate.svg)" in content
     targets = [target for _, target in LINK.findall(content)]
     assert len(targets) > 20 and all(target.startswith("https://") for target in targets)
     for target in targets:
