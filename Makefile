@@ -46,7 +46,7 @@ build-demo: export QAO_CUDA ?= $(if $(GPU_OR_BUILT),AUTO,OFF)
 # Some tests run more threads than there are CPUs: those that wait must not spin (six times the time).
 test: build-test
 	$(PY) -m pytest -m timed
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -m 'not timed and not packaging and not slow' $(shell $(PY) tools/workers.py 8)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -m 'not timed and not packaging and not slow and not extended' $(shell $(PY) tools/workers.py 8)
 
 # Random cases of a new seed; adds the run to tests/fuzz/ledger.csv.
 fuzz: build-test

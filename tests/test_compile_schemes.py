@@ -348,6 +348,7 @@ def test_graph_inputs_of_a_layer(name: str) -> None:
     assert seen == [len(list(layer.parameters()))] and seen[0] <= 4
 
 
+@pytest.mark.extended
 def test_more_than_3000_parameters() -> None:
     """780 layers of four tensors."""
     layer = Mlp(SCHEMES["int8_int8_asymmetric"]).up

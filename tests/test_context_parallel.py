@@ -23,6 +23,7 @@ def test_processes(name: str, raised: list[Raised]) -> None:
     assert not any(of_one[name] for of_one in raised), "\n".join(of_one[name] for of_one in raised)
 
 
+@pytest.mark.extended
 def test_one_of_many_ranks_finishes() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(worker.__file__), "fake"]

@@ -252,7 +252,11 @@ def test_weights_are_read_under_the_names_they_had(make: Callable[[], Any]) -> N
     assert sum(hasattr(experts, name) for name in ("gate_up_proj", "up_proj", "down_proj")) == 2
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [*MODELS[:2], *(pytest.param(make, marks=pytest.mark.extended) for make in MODELS[2:])],
+    ids=lambda make: make.__name__,
+)
 def test_generate_eager_and_compiled(make: Callable[[], Any]) -> None:
     model = quantized(make, qao.Int4WeightOnly(group_size=32))
     expected = model.generate(IDS, max_new_tokens=6, do_sample=False)

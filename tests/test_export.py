@@ -150,6 +150,7 @@ def test_a_cuda_package_runs_in_a_fresh_process(tmp_path: Path) -> None:
     check_package(model, path, "cuda", tmp_path)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_the_cpp_example_runs_a_package(package: tuple[nn.Module, Path], tmp_path: Path) -> None:
     """examples/aoti: a program without Python."""

@@ -317,6 +317,7 @@ print(json.dumps({name: count for name, count in counters["aot_autograd"].items(
 """
 
 
+@pytest.mark.extended
 def test_training_starts_warm(tmp_path: Path) -> None:
     """A second process finds the graphs of forward and backward that the first one compiled."""
     cold, warm = (json.loads(run(TRAIN, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))) for _ in range(2))

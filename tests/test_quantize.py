@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -553,7 +554,8 @@ def test_report_as_table() -> None:
     model.head.register_forward_hook(lambda *_: None)
     text = str(quantize_(model, SCHEME))
     lines = text.splitlines()
-    assert lines[0].split() == ["layer", "shape", "scheme", "MiB", "before", "after", "error", "kernel,", "note"]
+    kernel = ["kernel,"] if find_spec("qao._host") else []  # without it no kernel is named
+    assert lines[0].split() == ["layer", "shape", "scheme", "MiB", "before", "after", "error", *kernel, "note"]
     assert any(line.startswith("blocks.0.up") and "96x64" in line and str(SCHEME) in line for line in lines)
     assert any(line.startswith("head") and "forward_hooks" in line for line in lines)
     assert "4 of 5 layers quantized" in text

@@ -50,6 +50,12 @@ def test_the_policy_names_the_versions_that_are_checked() -> None:
         assert found and policy(row).startswith(found[1]), f"{row}: {policy(row)}, but {pattern} says {found}"
 
 
+def test_the_policy_shows_the_versions_that_ran() -> None:
+    versions = runpy.run_path(str(ROOT / "tools" / "versions.py"))
+    results = json.loads((ROOT / "tests" / "versions.json").read_text())
+    assert versions["MARKS"][0] + versions["table"](results) + versions["MARKS"][1] in read("docs/policy.md")
+
+
 def test_the_version_is_cited_and_gets_security_fixes() -> None:
     assert f"\nversion: {qao.__version__}\n" in read("CITATION.cff")
     assert f"| {MINOR[0]}.{MINOR[1]} | yes |" in read("SECURITY.md")

@@ -38,6 +38,9 @@ def cpu_offers(isa: str) -> bool:
     return all(flag in flags for flag in ISA_FLAGS[isa])
 
 
+OWN = [isa for isa in ISA_FLAGS if cpu_offers(isa)][-1]
+
+
 def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
@@ -51,7 +54,9 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
 
 @pytest.mark.early
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("isa", ISA_FLAGS)
+@pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=[] if isa == OWN else pytest.mark.extended) for isa in ISA_FLAGS]
+)
 def test_isa(isa: str, part: int) -> None:
     """All tests marked every_isa, with this level forced and every allocation filled with 0x7F by glibc."""
     if not cpu_offers(isa):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from qao.integrations.vllm import PARTS
 from serving_support import run_cases, run_starts
 
@@ -31,9 +32,16 @@ def test_layers_of_vllm() -> None:
     assert run_cases("vllm") > 630
 
 
-def test_whatever_is_imported_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        pytest.param(FIRST[1:2], LAST[:0], id="LLM"),
+        pytest.param(FIRST, LAST, id="any", marks=pytest.mark.extended),
+    ],
+)
+def test_whatever_is_imported_first(first: list[str], last: list[str], tmp_path: Path) -> None:
     """In fresh processes, with qao found by its entry point as vLLM finds it: its kernels are chosen."""
-    cases = [*(f"first {one}" for one in FIRST), *(f"last {one}" for one in LAST)]
+    cases = [*(f"first {one}" for one in first), *(f"last {one}" for one in last)]
     found = run_starts("vllm", tmp_path, ["never vllm.config", *cases])
     plain = found.pop("never vllm.config")
     for case, one in found.items():
