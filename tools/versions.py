@@ -138,7 +138,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := {*arguments.names} - {*names}:
         parser.error(f"no such combination: {', '.join(sorted(unknown))}")
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     status = 0
     for versions in COMBINATIONS:
         if arguments.names and versions.name not in arguments.names:
@@ -149,9 +148,9 @@ def main() -> int:
             continue
         print(f"== {versions.name}", flush=True)
         row = run(versions, environment(versions, executable, arguments.wheel.resolve()), arguments.workers)
-        results[versions.name] = row
         status |= row["exit_status"] != 0
-        write(results)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}  # another run may have written
+        write({**results, versions.name: row})
     return status
 
 
