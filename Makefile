@@ -1,4 +1,4 @@
-# make demo | test | fuzz | gpu-test | arm-test | bench | docs | lint | wheel | release | clean
+# make demo | test | test-extended | fuzz | gpu-test | arm-test | bench | docs | lint | wheel | release | clean
 #
 # By default everything happens in .venv, which make creates: Python, a C++ compiler and the network are enough.
 # VENV= uses the environment of PYTHON as it is, and installs nothing: make test PYTHON=python3 VENV=
@@ -31,7 +31,7 @@ PY = $(VENV)/bin/python
 BIN = $(VENV)/bin/
 endif
 
-.PHONY: demo test fuzz gpu-test arm-test bench docs lint wheel release clean
+.PHONY: demo test test-extended fuzz gpu-test arm-test bench docs lint wheel release clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -44,9 +44,14 @@ build-demo: export QAO_CUDA ?= $(if $(GPU_OR_BUILT),AUTO,OFF)
 
 # What times something has the machine to itself; a worker a CPU for the rest, up to 8, where pytest-xdist is there.
 # Some tests run more threads than there are CPUs: those that wait must not spin (six times the time).
+MANY_TESTS = OMP_WAIT_POLICY=passive $(PY) -m pytest $(shell $(PY) tools/workers.py 8)
 test: build-test
 	$(PY) -m pytest -m timed
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -m 'not timed and not packaging and not slow and not extended' $(shell $(PY) tools/workers.py 8)
+	$(MANY_TESTS) -m 'not timed and not packaging and not slow and not extended'
+
+# The rest of what CI runs.
+test-extended: build-test
+	$(MANY_TESTS) -m 'extended and not slow'
 
 # Random cases of a new seed; adds the run to tests/fuzz/ledger.csv.
 fuzz: build-test

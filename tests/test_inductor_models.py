@@ -31,6 +31,8 @@ MODELS: dict[str, dict[str, int]] = {
     "cohere": {},  # LayerNorm
     "starcoder2": {},
 }
+if int(transformers.__version__.partition(".")[0]) < 5:
+    MODELS["olmo2"] = {}  # a graph break parts the last norm and the head
 FAST = "phi3", "olmo2"
 
 
@@ -71,8 +73,6 @@ def model_of(name: str, device: str) -> Any:
 def test_a_decoding_step(name: str, device: str) -> None:
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the passes are for Hopper")
-    if name == "olmo2" and transformers.__version__ < "5":
-        pytest.skip("its head is in a graph without the norm")
     model = model_of(name, device)
     ids = torch.randint(128, (1, 8), device=device)
 

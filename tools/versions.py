@@ -26,6 +26,7 @@ PAGE = ROOT / "docs" / "policy.md"
 MARKS = "<!-- versions -->\n", "<!-- /versions -->"
 sys.path.insert(0, str(ROOT))
 
+from bench import markdown  # noqa: E402
 from bench.meta import source_hash  # noqa: E402
 
 
@@ -61,18 +62,15 @@ SHOW = """
 import json, platform, torch, transformers
 print(json.dumps([platform.python_version(), torch.__version__, transformers.__version__]))
 """
-_COUNTS = re.compile(r"(\d+) (passed|skipped|failed|error)")
+_COUNTS = re.compile(r"(\d+) (passed|skipped)")
 
 
 def interpreter(python: str) -> str | None:
     """A Python of this minor version: on PATH, or of pyenv."""
-    if found := shutil.which(f"python{python}"):
-        code = "import sys; print('%d.%d' % sys.version_info[:2])"  # pyenv's shims exist for other versions too
-        seen = subprocess.run([found, "-c", code], capture_output=True, text=True).stdout.strip()
-        if seen == python:
-            return found
-    of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{python}.*/bin/python{python}"))
-    return str(of_pyenv[-1]) if of_pyenv else None
+    on_path = shutil.which(f"python{python}")
+    if on_path and subprocess.run([on_path, "--version"], capture_output=True).returncode == 0:  # no idle shim of pyenv
+        return on_path
+    return next(map(str, Path.home().glob(f".pyenv/versions/{python}.*/bin/python{python}")), None)
 
 
 def environment(versions: Versions, executable: str, wheel: Path) -> Path:
@@ -101,6 +99,8 @@ def run(versions: Versions, python: Path, workers: int) -> dict[str, Any]:
         text=True,
     )
     print(result.stdout[-6000:] if result.returncode else result.stdout[-200:], flush=True)
+    if result.returncode not in (0, 1):
+        sys.exit(f"{versions.name}: pytest did not finish, exit status {result.returncode}; nothing is recorded")
     counts = {word: int(number) for number, word in _COUNTS.findall(result.stdout.splitlines()[-1])}
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
     return {
@@ -112,14 +112,14 @@ def run(versions: Versions, python: Path, workers: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    lines = ["| Python | torch | transformers | passed | failed | date |", "|---|---|---|---|---|---|"]
+    lines = []
     for versions in COMBINATIONS:
         if row := results.get(versions.name):
             cells = (row["python"], row["torch"], row["transformers"], row["passed"], len(row["failed"]), row["date"])
         else:
             cells = (*(text.strip("=*.") for text in versions), "not run", "", "")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
+        lines.append([str(cell) for cell in cells])
+    return markdown.table(["Python", "torch", "transformers", "passed", "failed", "date"], lines) + "\n"
 
 
 def write(results: dict[str, Any]) -> None:
