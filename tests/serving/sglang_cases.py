@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +95,39 @@ def test_sglang_finds_it_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.
     assert "qao" in quantization.QUANTIZATION_METHODS
 
 
-def test_another_version_is_named_and_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_version_is_tried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(served, "_warned", set())
-    monkeypatch.setattr(sglang, "__version__", "0.6.1", raising=False)
+    monkeypatch.setattr(sglang, "__version__", "0.6.1.dev3+g0a1b2c3", raising=False)
     monkeypatch.delitem(quantization.QUANTIZATION_METHODS, "qao")
     qao.integrations.sglang.register()
-    [record] = caplog.records
-    assert record.levelname == "ERROR" and record.name.startswith("sglang.")
-    assert f"qao {qao.__version__} knows sglang 0.5 and not sglang 0.6.1" in record.getMessage()
-    assert "qao" not in quantization.QUANTIZATION_METHODS
+    assert "qao" in quantization.QUANTIZATION_METHODS and not caplog.records
+
+
+def test_an_unknown_version_without_what_a_part_needs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own kernels remain, and one line for each part names both versions and the remedy."""
+    monkeypatch.setattr(served, "_warned", set())
+    monkeypatch.setattr(sglang, "__version__", "0.6.1.dev3+g0a1b2c3", raising=False)
+    monkeypatch.delattr(quantization, "CPU_QUANTIZATION_METHODS")
+    before = dict(quantization.QUANTIZATION_METHODS)
+    for _ in range(2):
+        qao.integrations.sglang.register()
+    assert quantization.QUANTIZATION_METHODS == before
+    for record, part in zip(caplog.records, ("config", "layouts"), strict=True):
+        message = record.getMessage()
+        assert record.levelname == "ERROR" and record.name.startswith("sglang.") and "\n" not in message
+        what = qao.integrations.sglang.WITHOUT[part]
+        assert message.startswith(f"qao {qao.__version__} does not fit sglang 0.6.1.dev3+g0a1b2c3: {what}. Attr")
+        assert "Install a version that qao is tested with, sglang 0.5.16 and 0.5.20 to 0.5.23" in message
+
+
+def test_an_interface_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an SGLang of the future, which has no kernels for such layers."""
+    monkeypatch.setitem(sys.modules, "qao.integrations.sglang.linear", None)
+    message = "does not fit sglang .*: checkpoints in qao's own format cannot be served. Mod.* Install a version that"
+    with pytest.raises(RuntimeError, match=message):
+        config("a").get_quant_method(LinearBase.__new__(LinearBase), "a")
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

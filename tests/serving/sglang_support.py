@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,22 +20,32 @@ stand_ins.install(
     *("tvm_ffi", "uvloop", "xgrammar", "zmq"),
 )
 
+import transformers  # noqa: E402
+import triton.runtime  # noqa: E402
+
+# SGLang 0.5.16 asks for triton's device while it is imported, and registers models that newer transformers have.
+triton.runtime.driver = None
+transformers.AutoConfig.register = partial(transformers.AutoConfig.register, exist_ok=True)
+
 import qao.integrations.sglang  # noqa: E402
 
 qao.integrations.sglang.register()  # as its entry point does: before anything of SGLang is imported
 
 import fused_support as fused  # noqa: E402
+import pytest  # noqa: E402
 import sglang.srt.layers.linear as layers  # noqa: E402
 import torch  # noqa: E402
 from loaded import ATTENTION, HEAD, MLP, K, Layer, N  # noqa: E402
 from qao.integrations.sglang import method as qaos  # noqa: E402
+from qao.integrations.sglang.adapter import settings  # noqa: E402
 from qao.integrations.sglang.experts import QaoExpertsMethod  # noqa: E402
 from sglang.srt.layers import quantization  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE  # noqa: E402
+from sglang.srt.layers.moe.fused_moe_triton import layer as moe_layer  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher import standard  # noqa: E402
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
-from sglang.srt.layers.quantization import marlin_utils, moe_wna16  # noqa: E402
-from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
+from sglang.srt.layers.quantization import fp8, marlin_utils, moe_wna16  # noqa: E402
+from sglang.srt.runtime_context import get_context, get_parallel, get_server_args  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 
@@ -42,12 +53,18 @@ from torch import Tensor  # noqa: E402
 def shard(rank: int, size: int) -> Iterator[None]:
     """Creates layers as in one of ``size`` processes."""
     group = SimpleNamespace(rank_in_group=rank, world_size=size)
-    with (
-        mock.patch.object(layers, "_resolve_linear_group", lambda parallel_group: group),
-        get_parallel().override(tp_group=group),
-    ):
+    with ExitStack() as stack:
+        if hasattr(layers, "_resolve_linear_group"):
+            stack.enter_context(mock.patch.object(layers, "_resolve_linear_group", lambda parallel_group: group))
+            stack.enter_context(get_parallel().override(tp_group=group))
+        else:  # before SGLang 0.5.22
+            stack.enter_context(get_parallel().override(tp_rank=rank, tp_size=size, tp_group=group))
+            stack.enter_context(mock.patch.object(layers, "get_tp_group", lambda: group, create=True))
         yield
 
+
+_READS_UE8M0 = hasattr(fp8.Fp8Config(True), "scale_fmt")
+UE8M0 = pytest.mark.skipif(not _READS_UE8M0, reason="this version does not read the format of fp8 scales")
 
 _MAKE: dict[str, Any] = {
     "column": lambda **options: layers.ColumnParallelLinear(K, N, prefix=f"{MLP}.fc1", **options),
@@ -93,8 +110,14 @@ def load(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Loaded:
     """The layer that SGLang creates for ``--quantization method`` or for a checkpoint with that method."""
-    with engine(dtype):
-        return Loaded(kind, quantization.QUANTIZATION_METHODS[method].from_config(config), states, rank, size)
+    try:
+        with engine(dtype):
+            own = quantization.QUANTIZATION_METHODS[method].from_config(config)
+            return Loaded(kind, own, states, rank, size)
+    except ImportError as error:
+        if "is not supported now" in str(error):
+            pytest.skip("this version rejects the checkpoint")
+        raise
 
 
 def make(method: str, config: dict[str, Any]) -> Loaded:
@@ -126,7 +149,10 @@ class Experts:
     def process(self) -> Iterator[None]:
         arguments, parallel = get_context().override_server_args(device="cpu"), get_parallel().override(**self.parallel)
         device = mock.patch.object(standard, "get_device", lambda: "cpu")
-        with arguments, parallel, device, engine(fused.DTYPE), torch.no_grad():
+        # Older versions ask functions for the group.
+        group = {"get_tp_group": lambda: self.parallel["tp_group"], "create": True}
+        groups = mock.patch.multiple(moe_layer, **group), mock.patch.multiple(moe_wna16, **group)
+        with arguments, parallel, device, groups[0], groups[1], engine(fused.DTYPE), torch.no_grad():
             yield
 
     def load(self, states: list[fused.State]) -> None:
@@ -138,16 +164,25 @@ class Experts:
                 for name, tensor in states[expert][matrix].items():
                     stored = f"{fused.PREFIX.removesuffix('experts')}{of}{name}"
                     target = parameters[stored.replace(of, begin)]
-                    target.weight_loader(target, tensor, stored.replace(of, begin), shard_id=matrix, expert_id=expert)
+                    options = {"shard_id": matrix, "expert_id": expert}
+                    target.weight_loader(target, tensor, stored.replace(of, begin), **options)
             self.layer.quant_method.process_weights_after_loading(self.layer)
 
     @property
     def served(self) -> bool:
-        return type(self.layer.quant_method) is QaoExpertsMethod
+        return isinstance(self.layer.quant_method, QaoExpertsMethod)
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         with self.process():
             return self.layer(x, StandardTopKOutput(weights, ids, None))
+
+
+def override(namespace: str, **values: Any) -> AbstractContextManager[Any]:
+    """Other server arguments."""
+    found = settings(namespace)
+    if found is get_server_args():  # SGLang 0.5.16
+        return get_context().override_server_args(device="cpu", **values)
+    return found.override(**values)
 
 
 @contextmanager

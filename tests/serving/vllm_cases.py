@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -43,12 +45,14 @@ from vllm import envs
 from vllm.compilation.caching import aot_compile_hash_factors
 from vllm.config import VllmConfig
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16
 from vllm.model_executor.layers.quantization import auto_gptq
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 from vllm_support import Loaded, engine, kernels, log_lines
@@ -75,6 +79,11 @@ COMPRESSED = {
 }
 
 
+def is_fp8_by_token(weight: Any, x: Any) -> bool:
+    """Whether a layer is W4AFP8, which vLLM has for Hopper alone. vLLM 0.30 does not look at the type of x."""
+    return CompressedTensorsConfig._is_fp8_w4a8(weight, x) and x.type == "float"
+
+
 # those of matrices that are joined, vLLM quantizes again with the largest scale
 states_of = partial(layouts.states_of, one_scale=True)
 
@@ -86,8 +95,7 @@ def test_compressed_tensors(case: str, kind: str, size: int, dtype: str) -> None
     kernel, what = COMPRESSED[case]
     config, states, dense = states_of(case, kind, DTYPES[dtype])
     biases = add_bias(kind, states, DTYPES[dtype])
-    by_token = CompressedTensorsConfig._is_fp8_w4a8  # of W4AFP8, which vLLM has for Hopper alone
-    hopper = mock.patch.object(CompressedTensorsConfig, "_is_fp8_w4a8_sm90", staticmethod(by_token))
+    hopper = mock.patch.object(CompressedTensorsConfig, "_is_fp8_w4a8_sm90", staticmethod(is_fp8_by_token))
     with engine(DTYPES[dtype]), hopper:
         for rank in range(size):
             loaded = Loaded(kind, CompressedTensorsConfig.from_config(config), states, rank, size)
@@ -103,6 +111,7 @@ def test_gptq(bits: int, group_size: int, kind: str, size: int, dtype: str) -> N
     states = made.states(("qweight", "qzeros", "scales"), Weight.gptq)
     biases = add_bias(kind, states, DTYPES[dtype])
     config = {"bits": bits, "group_size": group_size, "desc_act": False, "sym": True}
+    config["modules_in_block_to_quantize"] = [name for name, _, _ in KINDS[kind]]  # as vLLM reads from the files
     # Before any kernel is asked, vLLM asks whether Marlin can, which has no eight bits on a CPU.
     with engine(DTYPES[dtype]), mock.patch.object(auto_gptq, "verify_marlin_supported"):
         for rank in range(size):
@@ -225,7 +234,7 @@ def test_vllms_own_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_registers_in_front_and_once() -> None:
     qao.integrations.vllm.register()
     qao.integrations.vllm.register()
-    for kernel, _, table in kernels._KERNELS:
+    for table, kernel in kernels._KERNELS:
         for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
             names = [one.__name__ for one in getattr(linear, table)[platform]]
             assert names[0] == kernel.__name__ and names.count(kernel.__name__) == 1
@@ -240,43 +249,120 @@ def test_vllm_finds_it_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def tables() -> list[Any]:
-    return [(table, {**getattr(linear, table, {})}) for _, _, table in kernels._KERNELS]
+    return [(table, {**getattr(linear, table, {})}) for table, _ in kernels._KERNELS]
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
-    """Messages of qao's logger in vLLM, with the record of earlier messages and failures cleared."""
+    """Messages of qao's logger in a vLLM of the future, with the record of earlier messages and failures cleared."""
     monkeypatch.setattr(served, "_warned", set())
     monkeypatch.setattr(qao.integrations.vllm, "_failed", set())
+    monkeypatch.setattr(vllm, "__version__", "0.40.1.dev7+g0a1b2c3")
     with log_lines() as records:
         yield records
 
 
-def test_another_version_is_named_once_and_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]
-) -> None:
-    before = tables()
-    monkeypatch.setattr(vllm, "__version__", "0.40.1")
-    qao.integrations.vllm.register()
+def check_said(said: list[logging.LogRecord], what: str, cause: str) -> None:
+    """There is one line, with both versions, the part, the cause and the remedy."""
     [record] = said
-    assert record.levelname == "ERROR" and record.name.startswith("vllm.")
-    assert f"qao {qao.__version__} knows vllm 0.33 and not vllm 0.40.1" in record.getMessage()
-    assert "its own kernels" in record.getMessage() and "Install vllm 0.33" in record.getMessage()
+    message = record.getMessage()
+    assert record.levelname == "ERROR" and "\n" not in message and record.exc_info is None
+    assert message.startswith(f"qao {qao.__version__} does not fit vllm 0.40.1.dev7+g0a1b2c3: {what}")
+    assert cause in message and "Install a version that qao is tested with, vllm 0.30 to 0.33" in message
+    assert "QAO_DISABLE_VLLM=1" in message
+
+
+def test_an_unknown_version_is_tried(monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]) -> None:
+    monkeypatch.setattr(linear, "_POSSIBLE_KERNELS", {PlatformEnum.CPU: [], PlatformEnum.CUDA: []})
+    qao.integrations.vllm.register()
+    assert linear._POSSIBLE_KERNELS[PlatformEnum.CUDA] == [kernels.QaoMixedPrecisionKernel]
+    assert said == [] and qao.integrations.vllm.failed_parts() == set()
+
+
+def renamed(weights: Any, *args: Any) -> None:
+    """A function with other parameters."""
+
+
+def of_three(oracle: Any, name: str) -> Any:
+    """A function that returns three values."""
+    own = inspect.unwrap(getattr(oracle, name))
+
+    def function(*args: Any, **kwargs: Any) -> tuple[int, int, int]:
+        raise NotImplementedError
+
+    parameters = inspect.signature(own).replace(return_annotation=tuple[int, int, int])
+    function.__signature__ = parameters  # type: ignore[attr-defined]
+    return function
+
+
+def more(self: Any, layer: Any, x: Any, bias: Any, more: Any) -> None:
+    """A method with a parameter more."""
+
+
+CONVERT, MAKE = "convert_to_wna16_moe_kernel_format", "make_wna16_moe_kernel"
+SELECT = "select_fp8_moe_backend"
+# Parts that fail, where vLLM differs, the name there, its new value (None: it has gone), the cause in the log.
+DIFFERENCES: list[tuple[str, Any, str, Any, str]] = [
+    ("kernels.register", linear, "_POSSIBLE_FP8_BLOCK_KERNELS", None, "no attribute '_POSSIBLE_FP8_BLOCK_KERNELS'"),
+    ("kernels.register", MPLinearKernel, "apply_weights", None, "MPLinearKernel.apply_weights is missing"),
+    ("kernels.register", MPLinearKernel, "apply_weights", more, "apply_weights has a new parameter more"),
+    ("oracles.register_int4", int_wna16, MAKE, None, f"{MAKE} is missing"),
+    ("oracles.register_int4", int_wna16, CONVERT, renamed, f"{CONVERT} has no parameter backend or w13 or w2"),
+    ("oracles.register_int4", int_wna16, CONVERT, of_three(int_wna16, CONVERT), "returns 3 values, not 10"),
+    ("oracles.register_fp8", fp8, SELECT, renamed, f"{SELECT} has no parameter config or weight_key or activation_key"),
+    ("loaded.register", loader_utils, "process_weights_after_loading", renamed, "has no parameter model"),
+]
+
+
+@pytest.mark.parametrize(("part", "where", "name", "value", "cause"), DIFFERENCES)
+def test_what_differs_is_named_and_the_rest_stays(
+    part: str, where: Any, name: str, value: Any, cause: str, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    """No function of that part is replaced, and no other part changes."""
+    if value is None:
+        monkeypatch.delattr(where, name)
+    else:
+        monkeypatch.setattr(where, name, value)
+    monkeypatch.setattr(where, "patched_by_qao", False, raising=False)
+    before = tables(), {**vars(where)}
+    for _ in range(2):
+        qao.integrations.vllm.register()
+    check_said(said, qao.integrations.vllm.WITHOUT[part], cause)
+    assert (tables(), {**vars(where)}) == before
+    assert qao.integrations.vllm.failed_parts() == {part}
+
+
+def test_abstract_methods_that_are_new(monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]) -> None:
+    monkeypatch.setattr(kernels.QaoFp8Kernel, "__abstractmethods__", frozenset({"quantize"}))
+    before = tables()
+    qao.integrations.vllm.register()
+    check_said(said, "linear layers use vLLM's own kernels", "FP8ScaledMMLinearKernel has a new method quantize")
     assert tables() == before
 
 
-def test_what_has_gone_is_named_and_the_rest_left_as_it_is(
+def test_nothing_registers_without_the_key_of_the_compile_cache(
     monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]
 ) -> None:
-    monkeypatch.delattr(linear, "_POSSIBLE_FP8_BLOCK_KERNELS")
-    before = tables()
+    monkeypatch.delattr(VllmConfig, "compute_hash")
+    monkeypatch.setattr(linear, "_POSSIBLE_KERNELS", {PlatformEnum.CPU: [], PlatformEnum.CUDA: []})
     qao.integrations.vllm.register()
-    [record] = said
-    assert record.levelname == "ERROR" and "for linear layers, which use vllm's own kernels" in record.getMessage()
-    assert "AttributeError" in record.getMessage() and "_FP8_BLOCK_KERNELS" in record.getMessage()
-    assert "QAO_DISABLE_VLLM=1" in record.getMessage()
-    assert tables() == before
-    assert qao.integrations.vllm.failed_parts() == {"kernels.register"}
+    check_said(said, "vLLM runs without qao", "VllmConfig.compute_hash is missing")
+    assert linear._POSSIBLE_KERNELS == {PlatformEnum.CPU: [], PlatformEnum.CUDA: []}
+    assert qao.integrations.vllm.failed_parts() == {*qao.integrations.vllm.PARTS.values()}
+
+
+def test_layers_with_properties_that_are_unknown(said: list[logging.LogRecord]) -> None:
+    """They may ask for something else; a property that has gone is logged."""
+    config = mixed(scalar_types.uint4b8)
+    values = vars(config)
+    new = dataclasses.make_dataclass("Config", [("outliers", Any, None)], bases=(type(config),))
+    can_implement = kernels.QaoMixedPrecisionKernel.can_implement
+    assert can_implement(new(**values)) == (True, None)
+    assert can_implement(new(**values, outliers=3)) == (False, "an unknown property of the layer (outliers)")
+    assert said == []
+    less = dataclasses.make_dataclass("Config", ["weight_type"])(scalar_types.uint4b8)
+    assert not can_implement(less)[0] and not can_implement(less)[0]
+    check_said(said, "linear layers use vLLM's own kernels", "AttributeError: 'Config' object has no attribute")
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]) -> None:

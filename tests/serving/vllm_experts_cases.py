@@ -29,6 +29,9 @@ from fused_support import (
     rounding_of,
     routing,
 )
+from qao.integrations.serving import common
+from qao.integrations.vllm.adapter import rows_first
+from qao.integrations.vllm.experts import QaoExperts
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe import config as fused_config
@@ -190,6 +193,28 @@ def test_what_is_left_to_vllm(case: str, options: dict[str, Any], words: str) ->
     with engine(DTYPE), mock.patch.object(int_wna16.logger, "debug_once", said), pytest.raises(NotImplementedError):
         load(config, states, **options)
     assert any(words in str(call.args[-1]) for call in said.call_args_list), said.call_args_list
+
+
+def test_new_methods_of_vllms_experts(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vLLM of the future. qao leaves the experts to it, with one line in the log."""
+    config, states, _ = checkpoint("W4A16")
+    monkeypatch.setattr(common, "_warned", set())
+    monkeypatch.setattr(QaoExperts, "__abstractmethods__", frozenset({"route"}))
+    for _ in range(2):
+        with engine(DTYPE), pytest.raises(NotImplementedError):
+            load(config, states)
+    [record] = [record for record in caplog.records if record.name == "vllm.qao"]
+    assert "fused experts of four bits use vLLM's own kernels" in record.getMessage()
+    assert "FusedMoEExpertsModular has a new method route" in record.getMessage()
+
+
+def test_weights_of_an_unknown_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, states, _ = checkpoint("W4A16")
+    with engine(DTYPE):
+        experts = load(config, states)
+        given = {"layer": experts, "w13": torch.empty(E, 3, 4), "w2": torch.empty(E, 5, 6)}
+        with pytest.raises(ValueError, match="packed weights .*VLLM_DISABLED_KERNELS=QaoExperts"):
+            rows_first(given)
 
 
 def test_left_out_by_name() -> None:

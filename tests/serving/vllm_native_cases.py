@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import vllm_support  # noqa: F401  # first: it makes vLLM importable
@@ -193,6 +194,15 @@ def test_experts_and_embeddings_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="model.embed_tokens: vLLM does not serve"):
         config.get_quant_method(embedding, "")  # as Llama is made
     assert config.get_quant_method(embedding, "model.embed_positions") is None
+
+
+def test_an_interface_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a vLLM of the future, which has no kernels for such layers."""
+    content, states, _ = checkpoint("column", SCHEMES[0])
+    monkeypatch.setitem(sys.modules, "qao.integrations.vllm.linear", None)
+    message = "does not fit vllm .*: checkpoints in qao's own format cannot be served. Mod.* Install a version that"
+    with engine(DTYPE), pytest.raises(RuntimeError, match=message):
+        load("column", content, states)
 
 
 def test_a_model_that_is_yet_to_be_quantized_is_refused() -> None:

@@ -34,8 +34,9 @@ kernels: Any = sys.modules.get("qao.integrations.vllm.kernels")
 
 
 # Compiled operators of vLLM that loading needs: one requantizes joined matrices that have a scale each, one arranges
-# float weights for GEMMs that no test runs.
+# float weights for GEMMs that no test runs, and layers of vLLM 0.30 hold one without running it.
 _operators = torch.library.Library("_C", "FRAGMENT")
+_operators.define("silu_and_mul(Tensor(a!) result, Tensor input) -> ()")
 _operators.define("static_scaled_fp8_quant(Tensor(a!) result, Tensor input, Tensor scale, int[]? shape) -> ()")
 _operators.define("convert_weight_packed(Tensor weight) -> Tensor")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from ...schemes import Int4WeightOnly, Int8WeightOnly, PackedWeight, Scheme
 from ...schemes.base import _host
 
 MIN_CAPABILITY = 80
+TESTED = {"vllm": "0.30 to 0.33", "sglang": "0.5.16 and 0.5.20 to 0.5.23"}  # tests/engines.json
 OPERATORS: dict[str, Any] = {
     "int4": ops.INT4,
     "int8": ops.INT8,
@@ -33,45 +36,51 @@ OPERATORS: dict[str, Any] = {
 }
 
 
-def check_version(engine: str, versions: tuple[str, ...]) -> None:
-    """Check that the imported ``engine`` has one of ``versions`` (their first numbers).
-
-    Raises:
-        UnknownVersionError: another version.
-    """
-    found = getattr(sys.modules[engine], "__version__", "of unknown version")
-    if ".".join(found.split(".")[:2]) not in versions:
-        raise UnknownVersionError(
-            f"qao {__version__} knows {engine} {', '.join(versions)} and not {engine} {found}, which runs "
-            f"without qao: with its own kernels, and no checkpoints in qao's own format. Install {engine} "
-            f"{versions[-1]}, or a qao that knows {engine} {found}"
-        )
-
-
-class UnknownVersionError(RuntimeError):
-    """An engine version that qao does not support."""
-
-
 _warned: set[tuple[str, str]] = set()
 
 
-def warn_failed(engine: str, what: str, error: Exception) -> None:
-    """Log once, in the engine's log, that ``engine`` continues without a part of qao.
+def failure(engine: str, what: str, error: Exception) -> str:
+    """A message that a part of qao does not work with this version of an engine.
 
     Args:
-        what: the missing part: "linear layers".
+        what: the part, and what happens without it: "linear layers use vllm's own kernels".
     """
-    if isinstance(error, UnknownVersionError):
-        message = str(error)
-    else:
-        message = (
-            f"qao {__version__} could not register with {engine} for {what}, which use {engine}'s own kernels: "
-            f"{type(error).__name__}: {error}. Reinstall qao, or turn it off: {switch(engine)}=1"
-        )
-    if (engine, message) not in _warned:
-        _warned.add((engine, message))
+    version = getattr(sys.modules.get(engine), "__version__", "of unknown version")
+    return (
+        f"qao {__version__} does not fit {engine} {version}: {what}. {type(error).__name__}: {error}. Install a "
+        f"version that qao is tested with, {engine} {TESTED[engine]}, or another qao; {switch(engine)}=1 turns qao off"
+    )
+
+
+def warn_failed(engine: str, what: str, error: Exception) -> None:
+    """Log ``failure`` in the engine's log, once per part."""
+    if (engine, what) not in _warned:
+        _warned.add((engine, what))
         logger = logging.getLogger(f"{engine}.qao")
-        logger.error(message, exc_info=None if isinstance(error, UnknownVersionError) else error)
+        logger.error(failure(engine, what, error))
+        logger.debug("The cause:", exc_info=error)
+
+
+def decided(engine: str, what: str, decide: Callable[..., Any], *args: Any) -> Any:
+    """``decide(*args)``, which returns what serves a layer, or why none does.
+
+    An exception means that this version of the engine lacks something that ``decide`` reads. It is logged as
+    ``warn_failed`` does, and the layer is left to the engine.
+    """
+    try:
+        return decide(*args)
+    except Exception as error:
+        warn_failed(engine, what, error)
+        return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def required(engine: str, what: str) -> Iterator[None]:
+    """Turn an exception into ``failure``, where no kernel of the engine can take over."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(failure(engine, what, error)) from error
 
 
 def switch(engine: str) -> str:

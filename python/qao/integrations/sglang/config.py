@@ -13,7 +13,10 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import nn
 
 from ...ops.packed_shape import SCALE_BLOCK
+from ..serving import common
 from ..serving.config import Served
+from ..serving.interface import check_class
+from . import WITHOUT
 
 
 class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
@@ -59,8 +62,9 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
         from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
         from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        from .linear import QaoLinearMethod
-        from .own_experts import QaoOwnExpertsMethod
+        with common.required("sglang", WITHOUT["config"]):
+            from .linear import QaoLinearMethod
+            from .own_experts import QaoOwnExpertsMethod
 
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             scheme = self.served.scheme_of(prefix, self.packed_modules_mapping)
@@ -79,5 +83,6 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
 
 def register() -> None:
     """Register the name "qao". Idempotent: the class stays the same."""
+    check_class(QaoQuantizationConfig)
     for table in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
         table["qao"] = QaoQuantizationConfig

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.quantization.awq.schemes import AWQIntelAMXMoEScheme, AWQMoEScheme
-from sglang.srt.layers.quantization.compressed_tensors import schemes
+from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Fp8MoE,
+    CompressedTensorsWNA16MoE,
+    CompressedTensorsWNA16TritonMoE,
+)
 from sglang.srt.layers.quantization.gptq.schemes import GPTQIntelAMXMoEScheme, GPTQMarlinMoEScheme
 from torch import Tensor, nn
 
@@ -24,6 +28,7 @@ from ...schemes import (
     Scheme,
 )
 from ..serving import moe
+from .adapter import scheme_of
 from .kernels import awq_values, gptq_values, online, unsupported_blocks, unsupported_fp8
 
 Values = Callable[[Tensor, Tensor, "Tensor | None", int], moe.Plain]
@@ -106,7 +111,7 @@ _FP8_ROWS, _FP8_BLOCKS = (Float8DynamicActivationFloat8Weight(granularity) for g
 def of_compressed_tensors(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
     scheme: Any = layer.scheme
     kind = type(scheme)
-    if kind in (schemes.CompressedTensorsWNA16MoE, schemes.CompressedTensorsWNA16TritonMoE):
+    if kind in (CompressedTensorsWNA16MoE, CompressedTensorsWNA16TritonMoE):
         if scheme.actorder == "group":
             return "columns reordered into groups (actorder)"
         if not scheme.sym:
@@ -114,13 +119,13 @@ def of_compressed_tensors(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Wei
         group_size = -1 if scheme.strategy == "channel" else scheme.group_size
         names = "weight_packed weight_scale weight_zero_point"
         return _integers(gptq_values, names, scheme.num_bits, group_size, True, sizes)
-    if kind is schemes.CompressedTensorsW8A8Fp8MoE:
+    if kind is CompressedTensorsW8A8Fp8MoE:
         return _fp8("weight_scale", scheme.weight_block_size, scheme.static_input_scales, sizes)
     return f"weights of {kind.__name__}"
 
 
 def of_gptq(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
-    config, scheme = own.quant_config, layer.scheme  # SGLang sets a layer's scheme here or later
+    config, scheme = own.quant_config, scheme_of(layer)
     if scheme is not None and type(scheme) not in (GPTQMarlinMoEScheme, GPTQIntelAMXMoEScheme):
         return f"weights of {type(scheme).__name__}"
     if config.desc_act:

@@ -23,14 +23,15 @@ from sglang.srt.layers.quantization.moe_wna16 import MoeWNA16Method
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.quantization.w8a8_fp8 import W8A8FP8MoEMethod
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8MoEMethod
-from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import is_cuda
 from torch import Tensor, nn
 
 from ...nn.experts import QuantProjection
 from ...ops.grouped_autograd import SILU_MUL
-from ..serving import moe
-from . import expert_weights
+from ..serving import common, moe
+from ..serving.interface import check_class, unknown_fields
+from . import WITHOUT, expert_weights
+from .adapter import gate_numbers, has_paged_experts, method_of, settings
 from .expert_weights import ExpertSizes, Weights
 from .layouts import LEFT_OUT
 from .process import log_served, log_unsupported, missing
@@ -48,16 +49,25 @@ _WEIGHTS: dict[type, Callable[[Any, nn.Module, ExpertSizes], Weights | str]] = {
 }
 
 
-def choose_for_experts(own: Any, layer: nn.Module, name: str) -> Any:
+# Properties of experts in SGLang's config, of which ``unsupported_reason`` rejects some.
+_FIELDS = frozenset(
+    "num_experts num_local_experts hidden_size intermediate_size_per_partition layer_id top_k num_fused_shared_experts "
+    "params_dtype routing_method_type runner_backend activation is_gated apply_router_weight_on_input inplace "
+    "no_combine no_combine_keep_router_weight routed_scaling_factor gemm1_alpha gemm1_beta gemm1_clamp_limit "
+    "swiglu_limit gate_up_interleaved layer use_tp_all_gather_activation silu_mul_keep_fp32".split()
+)
+
+
+def choose(own: Any, layer: nn.Module, name: str) -> Any:
     """qao's method for the experts of SGLang's method ``own``, or ``own`` itself."""
-    if own is None or isinstance(own, UnquantizedFusedMoEMethod):
+    if not isinstance(layer, FusedMoE) or own is None or isinstance(own, UnquantizedFusedMoEMethod):
         return own
-    made = _weights_of(own, layer)
+    made = common.decided("sglang", WITHOUT["experts"], _weights_of, own, layer)
     if isinstance(made, str):
         log_unsupported(f"fused experts: {made}", name)
         return own
     log_served(made.operator_name, name)
-    return QaoExpertsMethod(own, made, name)
+    return method_of(QaoExpertsMethod, own, layer)(own, made, name)
 
 
 def _weights_of(own: Any, layer: Any) -> Weights | str:
@@ -78,12 +88,15 @@ def unsupported_reason(layer: Any) -> str | None:
         return f"another backend was requested: {runner.value}"
     if not exchange.is_none():
         return f"tokens that {exchange.value} exchanges"
-    if get_lora().enable_lora or get_lora().lora_paths:
+    if settings("lora").enable_lora or settings("lora").lora_paths:
         return "LoRA"
-    if get_exec().moe.enable_paged_experts or get_exec().moe.kt_weight_path is not None:
+    moe_settings = settings("exec.moe")
+    if moe_settings.kt_weight_path is not None or has_paged_experts() and moe_settings.enable_paged_experts:
         return "experts that are partly in CPU memory"
-    limits = config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit
-    if config.activation != "silu" or not config.is_gated or any(one is not None for one in limits):
+    if unknown := unknown_fields(config, _FIELDS):
+        return unknown
+    numbers = gate_numbers(config)
+    if config.activation != "silu" or not config.is_gated or any(one is not None for one in numbers):
         return "a gate other than SiLU · up, or one with limits or factors"
     if layer.with_bias:
         return "biases"
@@ -140,3 +153,6 @@ class QaoExpertsMethod(GroupedExperts):
             layer.add_module(name, QuantProjection(count, n, k, scheme, packed, None, layer.params_dtype))
             for key in own:
                 del layer._parameters[key]
+
+
+check_class(QaoExpertsMethod, "restore_weights_before_loading")

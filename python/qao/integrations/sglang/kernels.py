@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sglang.srt.layers.quantization.compressed_tensors import schemes
+from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Fp8,
+    CompressedTensorsW8A8Int8,
+    CompressedTensorsW8A16Fp8,
+    CompressedTensorsWNA16,
+)
 from sglang.srt.layers.quantization.fp8_utils import get_fp8_gemm_runner_backend
 from sglang.srt.utils import get_bool_env_var
 from torch import Tensor, nn
@@ -17,6 +22,7 @@ from ...checkpoints.awq import values_of
 from ...ops.packed_shape import SCALE_BLOCK
 from ...schemes import Int8DynamicActivationInt8Weight
 from ..serving import common
+from .adapter import is_weight_only
 
 
 class Share(NamedTuple):
@@ -167,16 +173,16 @@ class Fp8(Kernel):
 def of_compressed_tensors(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
     scheme: Any = layer.scheme
     kind = type(scheme)
-    if kind is schemes.CompressedTensorsWNA16:
+    if kind is CompressedTensorsWNA16:
         bits = 32 // scheme.pack_factor
         if scheme.has_g_idx:
             return "columns reordered into groups (actorder)"
         return _integers(PackQuantized, bits, scheme.group_size, scheme.symmetric, share)
-    if kind is schemes.CompressedTensorsW8A8Int8:
+    if kind is CompressedTensorsW8A8Int8:
         return common.STATIC_INT8 if scheme.is_static_input_scheme else Int8(scheme.input_symmetric, share)
-    if kind is schemes.CompressedTensorsW8A16Fp8:
+    if kind is CompressedTensorsW8A16Fp8:
         return _fp8("weight_scale", None, False, share, weight_only=True)
-    if kind is schemes.CompressedTensorsW8A8Fp8:
+    if kind is CompressedTensorsW8A8Fp8:
         return _fp8("weight_scale", scheme.weight_block_size, scheme.is_static_input_scheme, share)
     return f"weights of {kind.__name__}"
 
@@ -211,7 +217,7 @@ def unsupported_fp8(own: Any) -> str | None:
 
 
 def of_modelopt_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
-    return online(own.quant_config) or _fp8("weight_scale", None, True, share, own.use_marlin)
+    return online(own.quant_config) or _fp8("weight_scale", None, True, share, is_weight_only(own))
 
 
 def of_w8a8_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:

@@ -1,12 +1,13 @@
-"""SGLang's configs for third-party checkpoint layouts, with linear layers computed by qao's operators.
+"""SGLang's configs for third-party checkpoint layouts, with layers computed by qao's operators.
 
 SGLang has no kernel table, but a table of configs by method name. A subclass replaces each of METHODS there and
-overrides only the choice for linear layers. As in config.py, it is registered while that table is imported, so
-dependencies on SGLang's layers are imported later.
+overrides only the choice for linear layers and fused experts. As in config.py, it is registered while that table is
+imported, so dependencies on SGLang's layers are imported later.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from sglang.srt.layers import quantization
 from torch import nn
 
 from ..serving import common
+from ..serving.interface import function_of
+from . import WITHOUT
 
 METHODS = (
     *("compressed-tensors", "fp8", "gptq", "gptq_marlin", "awq", "awq_marlin"),
@@ -30,23 +33,25 @@ class ServedByQao:
     """Mixin in front of a config class of SGLang."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        own = super().get_quant_method(layer, prefix)  # type: ignore[misc]
-        choose = _choice()
-        return own if choose is None else choose(own, layer, prefix)
+        method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        for module in ("method", "experts"):
+            choose = _choice(module)
+            method = method if choose is None else choose(method, layer, prefix)
+        return method
 
 
 @cache
-def _choice() -> Callable[[Any, nn.Module, str], Any] | None:
-    """qao's choice of methods; None if this SGLang is unsupported.
+def _choice(module: str) -> Callable[[Any, nn.Module, str], Any] | None:
+    """qao's choice of methods; None if this SGLang lacks what it needs.
 
     In that case an error is logged and SGLang uses its own kernels.
     """
     try:
-        from .method import choose
+        found = importlib.import_module(f".{module}", __package__)
     except Exception as error:
-        common.warn_failed("sglang", "linear layers", error)
+        common.warn_failed("sglang", WITHOUT[module], error)
         return None
-    return choose
+    return found.choose  # type: ignore[no-any-return]
 
 
 def _class_of(config: type) -> type:
@@ -61,8 +66,11 @@ def _class_of(config: type) -> type:
 
 def register() -> None:
     """Put the subclasses into SGLang's tables. Idempotent."""
+    tables = quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS
+    for config in filter(None, (table.get(name) for table in tables for name in METHODS)):
+        function_of(config, "get_quant_method", "layer", "prefix")
     left_out = {name.strip() for name in os.environ.get(LEFT_OUT, "").split(",")}
-    for table in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
+    for table in tables:
         for name in METHODS:
             config = table.get(name)
             if config is not None and not left_out & {name, "all"} and not issubclass(config, ServedByQao):

@@ -8,6 +8,7 @@ from sglang.srt.layers import linear, parameter
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from ...schemes import Scheme
+from ..serving.interface import check_class
 from ..serving.linear import ServedLinear
 
 
@@ -19,5 +20,6 @@ class QaoLinearMethod(ServedLinear, LinearMethodBase):  # type: ignore[misc]
         self.quant_config = quant_config
 
 
+check_class(QaoLinearMethod)
 if QaoLinearMethod.__name__ not in linear.WEIGHT_LOADER_V2_SUPPORTED:
     linear.WEIGHT_LOADER_V2_SUPPORTED.append(QaoLinearMethod.__name__)

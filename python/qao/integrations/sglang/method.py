@@ -1,8 +1,7 @@
 """Linear layers of checkpoints that SGLang reads, computed by qao's operators.
 
-Written against SGLang 0.5, where SGLang's method of a layer creates and loads its parameters. kernels.py rejects, with
-a reason, everything that would not be computed exactly as the checkpoint specifies. The reason is logged once, and
-SGLang's method stays.
+SGLang's method of a layer creates and loads its parameters. kernels.py rejects, with a reason, everything that would
+not be computed exactly as the checkpoint specifies. The reason is logged once, and SGLang's method stays.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from sglang.srt.layers import linear
-from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.awq.awq import AWQLinearMethod
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
@@ -23,8 +21,9 @@ from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8LinearMethod
 from torch import Tensor, nn
 
-from . import kernels
-from .experts import choose_for_experts
+from ..serving import common
+from ..serving.interface import check_class
+from . import WITHOUT, kernels
 from .kernels import Kernel, Share
 from .process import log_served, log_unsupported, missing
 
@@ -39,14 +38,17 @@ _KERNELS: dict[type, Callable[[Any, nn.Module, Share], Kernel | str]] = {
     W8A8Int8LinearMethod: kernels.of_w8a8_int8,
 }
 
+
+def _kernel_of(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
+    return missing(next(layer.parameters()).device) or _KERNELS[type(own)](own, layer, share)
+
+
 # Attributes that loaders and models read from a method, if present.
 _METHOD_ATTRIBUTES = ("quant_config", "quantization_config", "weight_block_size")
 
 
 def choose(own: Any, layer: nn.Module, name: str) -> Any:
     """qao's method for a layer with SGLang's method ``own``, or ``own`` itself."""
-    if isinstance(layer, FusedMoE):
-        return choose_for_experts(own, layer, name)
     return QaoLayoutMethod(own, name) if type(own) in _KERNELS else own
 
 
@@ -72,11 +74,11 @@ class QaoLayoutMethod(LinearMethodBase):  # type: ignore[misc]
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         self.own.create_weights(layer, *sizes, params_dtype, **extra)
         share = Share(list(output_partition_sizes), input_size_per_partition, input_size)
-        made = missing(next(layer.parameters()).device) or _KERNELS[type(self.own)](self.own, layer, share)
+        made = common.decided("sglang", WITHOUT["method"], _kernel_of, self.own, layer, share)
         if isinstance(made, str):
             self._leave(layer, made)
             return
-        self.kernel = made
+        self.kernel: Kernel = made
         log_served(made.operator_name, self.name)
 
     def _leave(self, layer: nn.Module, reason: str) -> None:
@@ -95,5 +97,6 @@ class QaoLayoutMethod(LinearMethodBase):  # type: ignore[misc]
         return self.kernel.apply(layer, x, bias)
 
 
+check_class(QaoLayoutMethod)
 if QaoLayoutMethod.__name__ not in linear.WEIGHT_LOADER_V2_SUPPORTED:
     linear.WEIGHT_LOADER_V2_SUPPORTED.append(QaoLayoutMethod.__name__)

@@ -9,7 +9,11 @@ from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from torch import nn
 
 from ...schemes import Scheme
+from ..serving import common
+from ..serving.interface import check_class
 from ..serving.projection import check_loaded, expert_shards, wait_for
+from . import WITHOUT
+from .adapter import follows_expert_locations
 from .experts import GroupedExperts, unsupported_reason
 from .process import missing
 
@@ -23,7 +27,7 @@ class QaoOwnExpertsMethod(GroupedExperts):
 
     def __init__(self, up: Scheme, down: Scheme, layer: nn.Module, name: str, quant_config: Any) -> None:
         self.schemes, self.name, self.quant_config = (up, down), name, quant_config
-        if reason := missing(torch.empty(0).device) or unsupported_reason(layer):
+        if reason := common.decided("sglang", WITHOUT["config"], _unsupported_reason, layer):
             raise NotImplementedError(f"qao: {name}: experts in qao's own format: {reason}")
 
     def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
@@ -35,9 +39,14 @@ class QaoOwnExpertsMethod(GroupedExperts):
         check_loaded(layer, "SGLang")
 
 
+def _unsupported_reason(layer: Any) -> str | None:
+    check_class(QaoOwnExpertsMethod, "restore_weights_before_loading")
+    return missing(torch.empty(0).device) or unsupported_reason(layer)
+
+
 def _slots(layer: Any) -> list[int]:
     """The checkpoint's expert of each local slot."""
-    metadata = get_global_expert_location_metadata() if layer.uses_expert_location else None
+    metadata = get_global_expert_location_metadata() if follows_expert_locations(layer) else None
     slots = {}
     for expert in range(layer.num_experts if metadata is None else metadata.num_logical_experts):
         places = [expert] if metadata is None else metadata.logical_to_all_physical(layer.layer_id, expert)

@@ -6,10 +6,10 @@ import logging
 
 import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
-from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import is_cuda
 
 from ..serving import common
+from .adapter import settings
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def missing(device: torch.device) -> str | None:
 
 def _deterministic() -> bool:
     try:
-        return bool(get_exec().deterministic.enable_deterministic_inference)
+        return bool(settings("exec.deterministic").enable_deterministic_inference)
     except ValueError:  # no server arguments set
         return False
 

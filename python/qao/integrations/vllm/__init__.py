@@ -3,7 +3,8 @@
 kernels.py puts qao's operators before vLLM's linear kernels, for checkpoints that vLLM reads. oracles.py does the same
 for fused experts (experts.py, experts_fp8.py). config.py, linear.py and own_experts.py add the quantization method
 "qao" for checkpoints in qao's own format. grouped_experts.py is shared by all experts. cache_key.py separates what vLLM
-compiles with and without qao, and loaded.py logs which layers qao serves.
+compiles with and without qao, loaded.py logs which layers qao serves, and adapter.py has the differences between
+versions of vLLM.
 
 Nothing here imports vLLM. Each part patches one module of vLLM after any code imports that module, in any order: a part
 may import the patched module and modules that it has imported. Everything else is imported when vLLM calls it.
@@ -17,9 +18,7 @@ from functools import partial
 from ..imports import register_part, when_imported
 from ..serving import common
 
-__all__ = ["PARTS", "VERSIONS", "failed_parts", "register"]
-
-VERSIONS = ("0.33",)  # vLLM versions used in the tests; the patched interfaces change between versions
+__all__ = ["PARTS", "WITHOUT", "failed_parts", "register", "warn_failed"]
 
 # A module of vLLM, and the module and function of this package to call after its import.
 PARTS = {
@@ -31,14 +30,14 @@ PARTS = {
     "vllm.model_executor.model_loader.utils": "loaded.register",
 }
 
-# What vLLM lacks if a part fails.
-_WHAT = {
-    "cache_key.register": "the key of its compile cache",
-    "kernels.register": "linear layers",
-    "oracles.register_int4": "fused experts of four bits",
-    "oracles.register_fp8": "fused experts in fp8",
-    "config.register": "checkpoints in qao's own format",
-    "loaded.register": "the line that counts qao's layers",
+# What happens if a part fails.
+WITHOUT = {
+    "cache_key.register": "vLLM runs without qao, because the key of its compile cache cannot include qao",
+    "kernels.register": "linear layers use vLLM's own kernels",
+    "oracles.register_int4": "fused experts of four bits use vLLM's own kernels",
+    "oracles.register_fp8": "fused experts in fp8 use vLLM's own kernels",
+    "config.register": "checkpoints in qao's own format cannot be served",
+    "loaded.register": "no line in the log counts the layers that qao serves",
 }
 _KEY = PARTS["vllm.config.vllm"]
 _failed: set[str] = set()
@@ -50,26 +49,28 @@ def failed_parts() -> set[str]:
 
 
 def _register(part: str) -> None:
-    common.check_version("vllm", VERSIONS)
-    if _KEY in _failed and part != _KEY:
-        raise RuntimeError("vLLM's compile cache cannot distinguish graphs with qao from graphs without it")
+    if _KEY in _failed and part != _KEY:  # its compile cache would mix graphs with and without qao
+        _failed.add(part)
+        return
     module, _, function = part.partition(".")
     register_part(f"{__name__}.{module}", function)
     _failed.discard(part)
 
 
-def _warn_failed(part: str, module: str, error: Exception) -> None:
+def warn_failed(part: str, module: str, error: Exception) -> None:
+    """Log that vLLM continues without a member of PARTS."""
     _failed.add(part)
-    common.warn_failed("vllm", _WHAT[part], error)
+    common.warn_failed("vllm", WITHOUT[part], error)
 
 
 def register() -> None:
     """Register qao with vLLM. Idempotent.
 
-    With another version of vLLM, or if a part fails, an error is logged and vLLM continues without that part.
+    Every version of vLLM is tried. If it lacks what a part needs, one error is logged and vLLM continues without that
+    part, or without qao if that part is the key of its compile cache.
     """
     if common.is_off("vllm"):
         logging.getLogger("vllm.qao").info("%s is set: vLLM runs without qao", common.switch("vllm"))
         return
     for module, part in PARTS.items():
-        when_imported(module, partial(_register, part), partial(_warn_failed, part))
+        when_imported(module, partial(_register, part), partial(warn_failed, part))

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..._version import __version__
 from ...schemes.base import _host
+from ..serving.interface import function_of
 from . import PARTS, failed_parts
 
 
@@ -42,7 +43,7 @@ def factors() -> list[str]:
 def register() -> None:
     """Make ``VllmConfig.compute_hash`` include ``factors()``. Idempotent."""
     config: Any = sys.modules["vllm.config.vllm"].VllmConfig
-    own = config.compute_hash
+    own = function_of(config, "compute_hash", "self")
     if getattr(own, "patched_by_qao", False):
         return
 

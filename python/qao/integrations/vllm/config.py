@@ -13,7 +13,10 @@ from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from ..serving import common
 from ..serving.config import Served
+from ..serving.interface import check_class
+from . import WITHOUT
 
 _EXPERTS = re.compile(r"\bexperts\.(?=(up|down)\.)")
 
@@ -63,8 +66,9 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        from .linear import QaoLinearMethod
-        from .own_experts import QaoOwnExpertsMethod
+        with common.required("vllm", WITHOUT["config.register"]):
+            from .linear import QaoLinearMethod
+            from .own_experts import QaoOwnExpertsMethod
 
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             scheme = self.served.scheme_of(prefix, self.packed_modules_mapping)
@@ -83,4 +87,5 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
 
 def register() -> None:
     """Register the name "qao". Idempotent: the class stays the same."""
+    check_class(QaoQuantizationConfig)
     register_quantization_config("qao")(QaoQuantizationConfig)

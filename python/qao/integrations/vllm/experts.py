@@ -1,8 +1,8 @@
 """Fused experts of vLLM on qao's grouped GEMM, for 4-bit checkpoints that vLLM reads.
 
-The formats are compressed-tensors, GPTQ (symmetric, as vLLM takes it) and AWQ. Written against vLLM 0.33, where patched
-functions call qao first (oracles.py). ``unsupported_reason`` rejects, with a reason, everything that would not be
-computed exactly as the checkpoint specifies; vLLM then uses its own list.
+The formats are compressed-tensors, GPTQ (symmetric, as vLLM takes it) and AWQ. Patched functions of vLLM call qao first
+(oracles.py). ``unsupported_reason`` rejects, with a reason, everything that would not be computed exactly as the
+checkpoint specifies; vLLM then uses its own list.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ...checkpoints.plain import group_size_of
 from ...ops.grouped_autograd import SILU_MUL
 from ...ops.grouped_mm import int4_grouped_mm
 from ..serving import common, moe
+from .adapter import rows_first
 from .grouped_experts import GroupedExperts, unsupported_experts
 
 
@@ -72,9 +73,13 @@ def _layout(quant_config: Any) -> _Layout | None:
     strategy = "channel" if getattr(quant_config, "group_size", -1) == -1 else "group"
     if type(quant_config).__name__ == "AutoGPTQConfig":
         return _Layout(quant_config.weight_bits, strategy, quant_config.desc_act, quant_config.is_sym)
-    if type(quant_config).__name__ == "AutoAWQConfig":
+    if _is_awq(quant_config):
         return _Layout(quant_config.weight_bits, strategy, False, not quant_config.zero_point)
     return None
+
+
+def _is_awq(quant_config: Any) -> bool:
+    return type(quant_config).__name__ == "AutoAWQConfig"
 
 
 def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, quant_config: Any) -> tuple[Tensor, Tensor]:
@@ -82,7 +87,7 @@ def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, quant_config: An
 
     AWQ words are [E, K, N / 8], others [E, N, K / 8].
     """
-    awq = type(quant_config).__name__ == "AutoAWQConfig"
+    awq = _is_awq(quant_config)
 
     def plain(expert: int) -> moe.Plain:
         own = None if zeros is None else zeros[expert]
@@ -102,6 +107,8 @@ def converted(given: dict[str, Any]) -> tuple[Any, ...]:
     config, found = given["quant_config"], {}
     layout = _layout(config)
     assert layout is not None  # checked in unsupported_reason()
+    if not _is_awq(config):
+        given = rows_first(given)
     for name in ("w13", "w2"):
         zeros = None if layout.symmetric else given[f"{name}_qzeros"]
         found[name] = packed(given[name], given[f"{name}_scale"], zeros, config)

@@ -1,6 +1,6 @@
 """Fused e4m3 experts of vLLM on qao's grouped GEMM, with per-block or per-row and per-token scales.
 
-Written against vLLM 0.33, where the patched selection of a backend calls qao first (oracles.py), as in experts.py.
+vLLM's patched selection of a backend calls qao first (oracles.py), as in experts.py.
 """
 
 from __future__ import annotations

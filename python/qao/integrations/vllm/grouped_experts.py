@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from ...ops.grouped_autograd import SILU_MUL, Gate
 from ..serving import moe
+from ..serving.interface import check_class, function_of
 from .process import missing
 
 
@@ -103,6 +104,8 @@ class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
 def unsupported_experts(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:
     """Why experts of any format are left to vLLM; None if ``experts`` may compute them."""
+    check_class(experts, "gate_of")
+    _prepare_finalize()
     if config.moe_backend != "auto" or experts.__name__ in envs.VLLM_DISABLED_KERNELS:
         return f"another backend was requested (moe_backend {config.moe_backend!r}), or this one is disabled"
     if experts.gate_of(config) is None:
@@ -118,9 +121,14 @@ def unsupported_experts(experts: type[GroupedExperts], config: Any, weight_key: 
 
 def kernel_of(experts: GroupedExperts, routing_tables: Any) -> Any:
     """vLLM's modular MoE kernel (permute and unpermute) around these experts."""
-    from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
-
-    way = maybe_make_prepare_finalize(
+    way = _prepare_finalize()(
         experts.moe_config, experts.quant_config, routing_tables, allow_new_interface=True, use_monolithic=False
     )
     return mk.FusedMoEKernel(way, experts)
+
+
+def _prepare_finalize() -> Any:
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    names = "moe", "quant_config", "routing_tables", "allow_new_interface", "use_monolithic"
+    return function_of(all2all_utils, "maybe_make_prepare_finalize", *names)

@@ -1,12 +1,13 @@
 """qao's operators as linear kernels of vLLM, for checkpoints that vLLM reads, one class per table.
 
-Written against vLLM 0.33. ``can_implement`` rejects, with a reason, everything that would not be computed exactly as
-the checkpoint specifies; vLLM then tries its own kernels. Fused experts: experts.py.
+``can_implement`` rejects, with a reason, everything that would not be computed exactly as the checkpoint specifies;
+vLLM then tries its own kernels. Fused experts: experts.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,10 +34,31 @@ from ...schemes import (
     Scheme,
 )
 from ..serving import common
+from ..serving.interface import check_class, unknown_fields
+from . import WITHOUT
 from .process import missing
 
 Answer = tuple[bool, str | None]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+# Properties of a layer in vLLM's configs of linear kernels.
+_FIELDS = frozenset(
+    "full_weight_shape partition_weight_shape weight_type act_type group_size zero_points out_type "
+    "is_static_input_scheme is_channelwise input_symmetric is_fused_module "
+    "weight_quant_key activation_quant_key weight_shape input_dtype out_dtype".split()
+)
+
+
+def _answer(reason_of: Callable[[Any, Any], str | None]) -> Callable[[Any, Any], Answer]:
+    """vLLM's form of ``reason_of``, which returns why a kernel does not compute a layer; None if it does."""
+
+    @wraps(reason_of)
+    def can_implement(cls: Any, c: Any) -> Answer:
+        unknown = common.decided("vllm", WITHOUT["kernels.register"], unknown_fields, c, _FIELDS)
+        reason = unknown or common.decided("vllm", WITHOUT["kernels.register"], reason_of, cls, c)
+        return reason is None, reason
+
+    return can_implement
 
 
 class _Kernel:
@@ -56,9 +78,9 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
         return common.MIN_CAPABILITY
 
     @classmethod
-    def can_implement(cls, c: Any) -> Answer:
-        reason = missing() or _unsupported_mixed(c)
-        return reason is None, reason
+    @_answer
+    def can_implement(cls, c: Any) -> str | None:
+        return missing() or _unsupported_mixed(c)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         c = self.config
@@ -128,10 +150,9 @@ class QaoInt8Kernel(_Kernel, Int8ScaledMMLinearKernel):  # type: ignore[misc]
     """W8A8 int8: scales per row or matrix; activation scale (and zero point) per token."""
 
     @classmethod
-    def can_implement(cls, c: Any) -> Answer:
-        if c.is_static_input_scheme:
-            return False, common.STATIC_INT8
-        return True, None
+    @_answer
+    def can_implement(cls, c: Any) -> str | None:
+        return common.STATIC_INT8 if c.is_static_input_scheme else None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         w_q, w_s, _, _, w_sums = self.layer_param_names
@@ -169,18 +190,19 @@ class QaoFp8Kernel(_Fp8):
     """W8A8 e4m3: weight scales per row or tensor; activation scales per token or tensor."""
 
     @classmethod
-    def can_implement(cls, c: Any) -> Answer:
+    @_answer
+    def can_implement(cls, c: Any) -> str | None:
         weight, x = c.weight_quant_key, c.activation_quant_key
         shape = weight.scale.group_shape
         by_row = shape.is_per_channel() or shape.is_per_token()
         if weight.dtype != torch.float8_e4m3fn or not (by_row or shape.is_per_tensor()):
-            return False, f"a weight of {weight}; qao supports e4m3 with a scale per row or one for all rows"
+            return f"a weight of {weight}; qao supports e4m3 with a scale per row or one for all rows"
         shape = x.scale.group_shape
         if x.dtype != torch.float8_e4m3fn or not (shape.is_per_tensor() or shape.is_per_token()):
-            return False, f"activations of {x}; qao supports e4m3 with a scale per token or one for all tokens"
+            return f"activations of {x}; qao supports e4m3 with a scale per token or one for all tokens"
         if x.scale.static and not shape.is_per_tensor():
-            return False, f"activations of {x}; qao supports one static scale for all of x"
-        return True, None
+            return f"activations of {x}; qao supports one static scale for all of x"
+        return None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         _, w_s, x_s, _ = self._get_layer_params(layer)
@@ -201,14 +223,15 @@ class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[
     """W8A8 e4m3: weight scales per 128 x 128 block; activation scales per token and 128 columns."""
 
     @classmethod
-    def can_implement(cls, config: Any) -> Answer:
+    @_answer
+    def can_implement(cls, config: Any) -> str | None:
         weight, x = config.weight_quant_key, config.activation_quant_key
         shape, x_shape = weight.scale.group_shape, x.scale.group_shape
         if weight.dtype != torch.float8_e4m3fn or (shape.row, shape.col) != (128, 128):
-            return False, f"a weight of {weight}; qao supports e4m3 in blocks of 128 x 128"
+            return f"a weight of {weight}; qao supports e4m3 in blocks of 128 x 128"
         if x.dtype != torch.float8_e4m3fn or (x_shape.row, x_shape.col) != (1, 128) or x.scale.static:
-            return False, f"activations of {x}; with such weights qao supports dynamic e4m3 in groups of 128 columns"
-        return True, None
+            return f"activations of {x}; with such weights qao supports dynamic e4m3 in groups of 128 columns"
+        return None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         params = self._get_layer_params(layer)
@@ -232,13 +255,14 @@ class QaoFp8WeightOnlyKernel(_Fp8):
     """W8A16 e4m3: weight scales per row, tensor or 128 x 128 block; float activations."""
 
     @classmethod
-    def can_implement(cls, c: Any) -> Answer:
+    @_answer
+    def can_implement(cls, c: Any) -> str | None:
         weight = c.weight_quant_key
         shape = weight.scale.group_shape
         known = shape.is_per_tensor() or shape.is_per_channel() or (shape.row, shape.col) == (128, 128)
         if weight.dtype != torch.float8_e4m3fn or not (known or shape.is_per_token()):
-            return False, f"a weight of {weight}; qao supports e4m3 by row, by block of 128 x 128, or with one scale"
-        return True, None
+            return f"a weight of {weight}; qao supports e4m3 by row, by block of 128 x 128, or with one scale"
+        return None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self._blocks = getattr(layer, "weight_block_size", None) is not None
@@ -253,22 +277,22 @@ class QaoFp8WeightOnlyKernel(_Fp8):
         return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
 
 
-# Kernel, vLLM's name of its type (None: unnamed), the table for this type.
-_KERNELS: tuple[tuple[type, str | None, str], ...] = (
-    (QaoMixedPrecisionKernel, "mp", "_POSSIBLE_KERNELS"),
-    (QaoInt8Kernel, "int8", "_POSSIBLE_INT8_KERNELS"),
-    (QaoFp8Kernel, "fp8", "_POSSIBLE_FP8_KERNELS"),
-    (QaoFp8BlockKernel, "fp8_block", "_POSSIBLE_FP8_BLOCK_KERNELS"),
-    (QaoFp8WeightOnlyKernel, None, "_POSSIBLE_WFP8A16_KERNELS"),
+# vLLM's tables, and the kernel that is put first.
+_KERNELS: tuple[tuple[str, type], ...] = (
+    ("_POSSIBLE_KERNELS", QaoMixedPrecisionKernel),
+    ("_POSSIBLE_INT8_KERNELS", QaoInt8Kernel),
+    ("_POSSIBLE_FP8_KERNELS", QaoFp8Kernel),
+    ("_POSSIBLE_FP8_BLOCK_KERNELS", QaoFp8BlockKernel),
+    ("_POSSIBLE_WFP8A16_KERNELS", QaoFp8WeightOnlyKernel),
 )
 
 
 def register() -> None:
     """Put these kernels before vLLM's, which selects the first suitable one."""
-    tables = [getattr(linear, table) for _, _, table in _KERNELS]  # fails early on another version
-    for (kernel, kind, _), table in zip(_KERNELS, tables, strict=True):
+    tables = [(getattr(linear, table), kernel) for table, kernel in _KERNELS]  # all checks before any change
+    for _, kernel in tables:
+        check_class(kernel)
+    for table, kernel in tables:
         for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
-            if kind is not None:
-                linear.register_linear_kernel(kernel, platform, kind)
             kernels = table.setdefault(platform, [])
             kernels[:] = [kernel, *(other for other in kernels if other is not kernel)]

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..._version import __version__
+from ..serving.interface import function_of
 from .process import replace_functions
 
 _UTILS = "vllm.model_executor.model_loader.utils"
@@ -53,7 +54,7 @@ def summary(model: nn.Module) -> str:
 def register() -> None:
     """Make vLLM log ``summary`` at the end of loading. Idempotent."""
     utils: Any = sys.modules[_UTILS]
-    process = utils.process_weights_after_loading
+    process = function_of(utils, "process_weights_after_loading", "model")
     if getattr(process, "patched_by_qao", False):
         return
 

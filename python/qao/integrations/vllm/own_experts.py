@@ -17,7 +17,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from ...nn.experts import QuantProjection
 from ...ops.grouped_autograd import SILU_MUL, Gate
 from ...schemes import Scheme
+from ..serving import common
+from ..serving.interface import check_class
 from ..serving.projection import check_loaded, expert_shards, wait_for
+from . import WITHOUT
 from .grouped_experts import GroupedExperts, kernel_of, unsupported_experts
 
 CHILD = "routed_experts"
@@ -66,7 +69,7 @@ class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, up: Scheme, down: Scheme, layer: Any, name: str) -> None:
         super().__init__(layer.moe_config)
         self.schemes, self.name = (up, down), name
-        if reason := _unsupported_reason(layer):
+        if reason := common.decided("vllm", WITHOUT["config.register"], _unsupported_reason, layer):
             raise NotImplementedError(f"qao: {name}: experts in qao's own format: {reason}")
 
     def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
@@ -122,6 +125,7 @@ def _unsupported_reason(layer: Any) -> str | None:
         return f"an unknown kind of layer ({type(layer).__name__})"
     if layer.expert_map_manager.num_fused_shared_experts:
         return "shared experts fused with them"
+    check_class(QaoOwnExpertsMethod)
     return unsupported_experts(QaoOwnExperts, layer.moe_config, None, None)
 
 
