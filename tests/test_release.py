@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import qao
+from qao.integrations.serving.common import TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))  # not in source distributions
@@ -43,8 +44,6 @@ def test_the_policy_names_the_versions_that_are_checked() -> None:
         ("torch", r"QAO_TORCH_TARGET ([\d.]+)\)", read("third_party/torch.cmake")),
         ("transformers", r'"transformers>=([\d.]+)"', project),
         ("CUDA toolkit, to build", r"nvcc ≥ ([\d.]+)", read("CONTRIBUTING.md")),
-        ("vLLM", r"Written for vLLM ([\d.]+)", read("docs/serving.md")),
-        ("SGLang", r"and SGLang ([\d.]+),", read("docs/serving.md")),
     ):
         found = re.search(pattern, source)
         assert found and policy(row).startswith(found[1]), f"{row}: {policy(row)}, but {pattern} says {found}"
@@ -54,6 +53,21 @@ def test_the_policy_shows_the_versions_that_ran() -> None:
     versions = runpy.run_path(str(ROOT / "tools" / "versions.py"))
     results = json.loads((ROOT / "tests" / "versions.json").read_text())
     assert versions["MARKS"][0] + versions["table"](results) + versions["MARKS"][1] in read("docs/policy.md")
+
+
+def test_the_engines_that_ran_are_shown_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the newest versions, which ``make test`` uses, no case is skipped."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    engines = runpy.run_path(str(ROOT / "tools" / "engines.py"))
+    results = json.loads((ROOT / "tests" / "engines.json").read_text())
+    marks = runpy.run_path(str(ROOT / "tools" / "versions.py"))["MARKS"]
+    assert marks[0] + engines["table"](results) + marks[1] in read("docs/serving.md")
+    for engine, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        versions, named = engines["SOURCES"][engine], re.findall(r"[\d.]+", TESTED[engine])
+        assert TESTED[engine] == policy(title).strip()
+        assert versions[0].startswith(named[-1]) and versions[-1].startswith(named[0])
+        assert all(not results[f"{engine}-{version}"]["failed"] for version in versions)
+        assert results[f"{engine}-{versions[0]}"]["skipped"] == 0
 
 
 def test_the_version_is_cited_and_gets_security_fixes() -> None:

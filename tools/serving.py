@@ -1,4 +1,4 @@
-"""Download of vLLM's and SGLang's Python sources for their tests: ``python tools/serving.py FOLDER``.
+"""Download of vLLM's and SGLang's Python sources for their tests: ``python tools/serving.py FOLDER [--all]``.
 
 pip downloads their wheels (375 MB, some seconds), and the Python files are kept (140 MB). Neither package is installed:
 no test needs their gigabytes of dependencies, which also conflict with versions that the tests use.
@@ -12,8 +12,13 @@ import tempfile
 from pathlib import Path
 from zipfile import ZipFile
 
-# The versions that the tests run with, as docs/serving.md says, and the oldest Python these run on.
-SOURCES = {"vllm": "0.33.0", "sglang": "0.5.23"}
+# The versions that qao is tested with. The first is that of `make test`; tools/engines.py runs all. SGLang 0.5.16 is
+# the newest that is built for torch 2.11.
+SOURCES = {
+    "vllm": ("0.33.0", "0.32.0", "0.31.0", "0.30.0"),
+    "sglang": ("0.5.23", "0.5.22", "0.5.21", "0.5.20", "0.5.16"),
+}
+# The oldest Python these run on.
 PYTHON = (3, 11)
 
 
@@ -41,14 +46,15 @@ def fetch(package: str, version: str, folder: Path) -> None:
         unpacked.rename(target)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, every: bool) -> None:
     if sys.version_info < PYTHON:
         print(f"vLLM and SGLang need Python {'.'.join(map(str, PYTHON))}: their tests are left out")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for package, version in SOURCES.items():
-        fetch(package, version, folder)
+    for package, versions in SOURCES.items():
+        for version in versions if every else versions[:1]:
+            fetch(package, version, folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "--all" in sys.argv[2:])

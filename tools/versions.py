@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "versions"
 RESULTS = ROOT / "tests" / "versions.json"
 PAGE = ROOT / "docs" / "policy.md"
-MARKS = "<!-- versions -->\n", "<!-- /versions -->"
+MARKS = "<!-- versions -->\n", "<!-- /versions -->"  # of the generated part of a page
 sys.path.insert(0, str(ROOT))
 
 from bench import markdown  # noqa: E402
@@ -122,11 +123,14 @@ def table(results: dict[str, Any]) -> str:
     return markdown.table(["Python", "torch", "transformers", "passed", "failed", "date"], lines) + "\n"
 
 
-def write(results: dict[str, Any]) -> None:
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    text = PAGE.read_text()
+def record(results: Path, name: str, row: dict[str, Any], page: Path, table: Callable[[dict[str, Any]], str]) -> None:
+    """Add a row to a file of results, and write their table into a page."""
+    rows = json.loads(results.read_text()) if results.exists() else {}  # another run may have written
+    rows[name] = row
+    results.write_text(json.dumps(rows, indent=2) + "\n")
+    text = page.read_text()
     begin, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
-    PAGE.write_text(text[:begin] + table(results) + text[end:])
+    page.write_text(text[:begin] + table(rows) + text[end:])
 
 
 def main() -> int:
@@ -149,8 +153,7 @@ def main() -> int:
         print(f"== {versions.name}", flush=True)
         row = run(versions, environment(versions, executable, arguments.wheel.resolve()), arguments.workers)
         status |= row["exit_status"] != 0
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}  # another run may have written
-        write({**results, versions.name: row})
+        record(RESULTS, versions.name, row, PAGE, table)
     return status
 
 
