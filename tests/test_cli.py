@@ -606,6 +606,7 @@ def test_for_readers_without_qao(llama: Path, tmp_path: Path, capsys: pytest.Cap
     for options, message in (
         (["--scheme", "int4", "--group-size", "32", "--for", "transformers"], "add --symmetric"),
         (["--scheme", "int8_int4", "--group-size", "32", "--for", "vllm"], "add --symmetric"),
+        (["--scheme", "fp8_int4", "--group-size", "128", "--for", "vllm"], "add --symmetric"),
         (["--scheme", "int4", "--group-size", "32", "--for", "vllm", "--to", "qao"], "cannot load this layout"),
     ):
         assert main(["quantize", str(llama), str(tmp_path / "out"), *options]) != 0

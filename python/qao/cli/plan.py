@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.base import Checkpoint
+from ..checkpoints.compressed_tensors.write import unread_by_engines
 from ..nn.eligibility import is_linear
 from ..nn.embedding import QuantEmbedding
 from ..nn.experts import QuantExperts, QuantProjection, quantize_projection
@@ -304,6 +305,8 @@ class Plan:
                 return "zero points of Q4_1 are not integers; --requantize quantizes these layers too"
             if isinstance(scheme, Int4Weight) and not scheme.symmetric and not scheme.whole_zeros:
                 return "its zero points are not integers; --for vllm (or --set whole_zeros=true) rounds them"
+            if reason := unread_by_engines(scheme):
+                return reason
         return "several layers share a weight" if len(self._tied()) < len(self._modules) else None
 
 

@@ -59,12 +59,13 @@ def check_reader(reader: str | None, schemes: Iterable[Scheme]) -> None:
 
 
 def _unsupported_reason(reader: str | None, scheme: Scheme) -> str | None:
+    from ..checkpoints.compressed_tensors.write import unread_by_engines
     from ..schemes import Int4Weight
 
     if not isinstance(scheme, Int4Weight):
         return None
-    if reader == "vllm" and scheme.activations == "int8" and not scheme.symmetric:
-        return f"vLLM does not support zero points with int8 activations ({scheme}): add --symmetric"
+    if reader == "vllm" and (reason := unread_by_engines(scheme)):
+        return f"{reason}: add --symmetric"
     if reader == "vllm" and scheme.activations == "fp8" and scheme.group_size != 128:
         return f"vLLM supports {scheme.word} only in groups of 128: add --group-size 128"
     if reader == "transformers" and not scheme.symmetric:

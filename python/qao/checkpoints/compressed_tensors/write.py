@@ -28,7 +28,7 @@ from ...schemes import Float8Weight, Fp4Weight, Int4Weight, Scheme
 from ..plain import packed_nibbles
 from .fp4 import fp4_args, fp4_tensors
 
-__all__ = ["can_write", "layer_tensors", "quantization_config"]
+__all__ = ["can_write", "layer_tensors", "quantization_config", "unread_by_engines"]
 
 _FLOAT_STRATEGY = {"row": "channel", "tensor": "tensor", "block": "block"}
 
@@ -42,6 +42,13 @@ def can_write(scheme: Scheme, in_features: int | None = None) -> str | None:
     if isinstance(scheme, (Fp4Weight, Int4Weight)) and scheme.group_size > 0 and in_features is not None:
         if in_features % scheme.group_size:
             return f"in_features {in_features} is not a multiple of the group size {scheme.group_size}"
+    return None
+
+
+def unread_by_engines(scheme: Scheme) -> str | None:
+    """Why vLLM and SGLang do not load a layer of this scheme in compressed-tensors, although it can be written."""
+    if isinstance(scheme, Int4Weight) and scheme.activations != "float" and not scheme.symmetric:
+        return f"vLLM does not support zero points with {scheme.activations} activations ({scheme})"
     return None
 
 

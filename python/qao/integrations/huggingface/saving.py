@@ -111,7 +111,7 @@ def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dic
         if id(layer.qweight) in weights:  # a shared weight would be written once, under one of its names
             return None
         weights.add(id(layer.qweight))
-        if write.can_write(layer.scheme, layer.in_features) is not None:
+        if write.can_write(layer.scheme, layer.in_features) or write.unread_by_engines(layer.scheme):
             return None
         for key in (*layer.packed.tensors(), marker.TRIPWIRE, marker.MARKER):
             tensors.pop(f"{name}.{key}", None)
