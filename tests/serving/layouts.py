@@ -52,6 +52,12 @@ def check(loaded: Layer, dense: list[Tensor], biases: list[Tensor], what: Activa
         check_close(loaded(x), own, part, bias, what.seen(own), what.slack(own, part))
 
 
+def check_rows_alone(loaded: Layer) -> None:
+    """A row has the same bits alone and among others."""
+    x = torch.randn(40, K, dtype=torch.bfloat16)
+    assert torch.equal(loaded(x)[7:8], loaded(x[7:8]))
+
+
 def add_bias(kind: str, states: list[dict[str, Tensor]], dtype: torch.dtype) -> list[Tensor]:
     """Add a bias next to the weights of a layer that adds it before the reduction over ranks."""
     if kind == "row":

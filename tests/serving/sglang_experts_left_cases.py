@@ -17,6 +17,7 @@ from qao.integrations.sglang import experts as qaos
 from qao.integrations.sglang import process
 from qao.integrations.sglang.adapter import has_paged_experts
 from qao.integrations.sglang.expert_weights import ExpertSizes, of_compressed_tensors
+from qao.ops.batch_invariant import MODE
 from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
@@ -110,8 +111,10 @@ def test_layers_of_their_own_kind() -> None:
 
 
 def test_deterministic_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODE, "on", False)
     monkeypatch.setattr(process, "is_batch_invariant_mode_enabled", lambda: True)
-    assert type(Experts("fp8", BLOCKS).layer.quant_method) is Fp8MoEMethod
+    experts = Experts("fp8", BLOCKS)
+    assert type(experts.layer.quant_method) is not Fp8MoEMethod and MODE.on
 
 
 def test_weights_of_four_bit_floats(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,10 +15,11 @@ import sglang_support  # noqa: F401  # first: it makes SGLang importable
 import pytest
 import qao.integrations.sglang
 import torch
-from layouts import states_of
+from layouts import check_rows_alone, states_of
 from loaded import N
 from qao.integrations.serving import common as served
 from qao.integrations.sglang import adapter, experts, kernels, layouts, method, process
+from qao.ops.batch_invariant import MODE
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -28,7 +29,7 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import Compressed
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from sglang.srt.layers.quantization.fp8_utils import Fp8GemmRunnerBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang_support import UE8M0, make
+from sglang_support import UE8M0, load, make
 
 SHARE = kernels.Share([N], 192, 384)
 
@@ -105,13 +106,18 @@ def test_another_backend_can_be_asked_for(asked: str, monkeypatch: pytest.Monkey
     assert type(make("fp8", FP8).layer.quant_method) is Fp8LinearMethod
 
 
-def test_deterministic_inference_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "is_batch_invariant_mode_enabled", lambda: True)
-    assert type(make("fp8", FP8).layer.quant_method) is Fp8LinearMethod
-    monkeypatch.setattr(process, "is_batch_invariant_mode_enabled", lambda: False)
-    asked = {"exec.deterministic": SimpleNamespace(enable_deterministic_inference=True)}
-    monkeypatch.setattr(process, "settings", asked.get)
-    assert type(make("fp8", FP8).layer.quant_method) is Fp8LinearMethod
+@pytest.mark.parametrize("asked", ["batch_invariant_ops", "--enable-deterministic-inference"])
+def test_deterministic_inference(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODE, "on", False)
+    if asked.startswith("-"):
+        found = {"exec.deterministic": SimpleNamespace(enable_deterministic_inference=True)}
+        monkeypatch.setattr(process, "settings", found.get)
+    else:
+        monkeypatch.setattr(process, "is_batch_invariant_mode_enabled", lambda: True)
+    config, states, _ = states_of("W4A16", "column", torch.bfloat16)
+    loaded = load("compressed-tensors", "column", config, states)
+    assert loaded.served
+    check_rows_alone(loaded)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])

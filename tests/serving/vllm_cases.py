@@ -34,12 +34,14 @@ from layouts import (
     Checkpoint,
     add_bias,
     check,
+    check_rows_alone,
     fp8_checkpoint,
 )
 from loaded import KINDS, K, N, installed
 from ops_schemes import Activation
 from qao.integrations.serving import common as served
 from qao.integrations.vllm import cache_key
+from qao.ops.batch_invariant import MODE
 from test_checkpoints_gptq_awq import Weight
 from vllm import envs
 from vllm.compilation.caching import aot_compile_hash_factors
@@ -219,10 +221,25 @@ def test_static_int8_activations_are_left_to_vllm() -> None:
     assert not answer and "static scales of int8 activations" in why
 
 
-def test_batch_invariance_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["W4A16", "W8A8", "W4A8", "FP8_DYNAMIC", "FP8_BLOCK", "FP8", "FP8 weights"])
+def test_batch_invariance(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODE, "on", False)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert "number of tokens" in kernels.QaoFp8BlockKernel.is_supported()[1]
-    assert "number of tokens" in kernels.QaoMixedPrecisionKernel.can_implement(mixed(scalar_types.uint4b8))[1]
+    config, states, _ = states_of(case, "qkv", torch.bfloat16)
+    with engine(torch.bfloat16):
+        loaded = Loaded("qkv", CompressedTensorsConfig.from_config(config), states)
+    assert type(loaded.kernel).__name__ == COMPRESSED[case][0]
+    check_rows_alone(loaded)
+
+
+def test_batch_invariance_needs_scales_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODE, "on", True)
+    config, states, _ = fp8_checkpoint("qkv", "dynamic")
+    with engine(torch.bfloat16):
+        loaded = Loaded("qkv", Fp8Config.from_config(config), states)
+    assert "vllm." in type(loaded.kernel).__module__
+    answer, why = kernels.QaoFp8Kernel.can_implement(loaded.kernel.config)
+    assert not answer and "a scale for all tokens depends on the batch" in why
 
 
 def test_vllms_own_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from ... import ops
 from ..._version import __version__
 from ...checkpoints.plain import group_size_of, regroup, unpack
+from ...ops.batch_invariant import MODE
+from ...ops.signature import SIGNATURES, invariant
 from ...schemes import Int4WeightOnly, Int8WeightOnly, PackedWeight, Scheme
 from ...schemes.base import _host
 
@@ -100,6 +102,25 @@ def unsupported_gpu(compute_capability: int | None) -> str | None:
     if compute_capability is not None and compute_capability < MIN_CAPABILITY:
         return f"qao needs compute capability {MIN_CAPABILITY}, this is {compute_capability}"
     return None
+
+
+def multiply(operator: Any, x: Tensor, weight: Any, scales: Any, *rest: Any) -> Tensor:
+    """A GEMM of the engine's layers, batch-invariant if the engine is (``follow_batch_invariance``).
+
+    Args:
+        rest: the bias and the operator's other tensors, all of them if numbers follow, then the numbers.
+    """
+    if MODE.on:
+        bias, *others = rest[: 1 + SIGNATURES[operator].others]
+        tensors, numbers = invariant(operator, tuple(others), rest[1 + SIGNATURES[operator].others :])
+        return operator(x, weight, scales, bias, *tensors, *numbers)  # type: ignore[no-any-return]
+    return operator(x, weight, scales, *rest)  # type: ignore[no-any-return]
+
+
+def follow_batch_invariance(wanted: bool) -> None:
+    """Make qao's operators batch-invariant in this process, as the engine is."""
+    if wanted:
+        MODE.on = True
 
 
 STATIC_INT8 = "static scales of int8 activations; qao computes one scale per token"

@@ -61,7 +61,12 @@ class Served:
         self._requested.update(names)
         found = [self.layers.get(one) for one in names]
         if any(_alike(one) != _alike(found[0]) for one in found):
-            listed = ", ".join(f"{one}: {self.layers.get(one) or 'not quantized'}" for one in names)
+            texts = {str(one) for one in found}
+            said = str if len(texts) > 1 else repr  # which shows all options
+            listed = ", ".join(
+                f"{one}: {'not quantized' if kind is None else said(kind)}"
+                for one, kind in zip(names, found, strict=True)
+            )
             raise ValueError(f"qao: {name} joins layers that are not quantized alike: {listed}. Give them one scheme.")
         return found[0]
 

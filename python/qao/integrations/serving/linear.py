@@ -18,7 +18,7 @@ from ...nn import marker
 from ...ops.fp4 import ROW_PARTS
 from ...ops.packed_shape import SCALE_BLOCK
 from ...schemes import Float8Weight, Fp4Weight, Int4Weight, Scheme
-from .common import OPERATORS, row_scales
+from .common import OPERATORS, multiply, row_scales
 from .config import Served
 
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
@@ -199,7 +199,7 @@ class ServedLinear:
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         own = layer._parameters
         others = (own[name] for name in self.scheme.operands)
-        return self.operator(x, own["qweight"], own["scales"], bias, *others, *self.rest)  # type: ignore[no-any-return]
+        return multiply(self.operator, x, own["qweight"], own["scales"], bias, *others, *self.rest)
 
 
 class _DivisorOfEach:

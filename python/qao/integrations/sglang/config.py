@@ -65,6 +65,8 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
         with common.required("sglang", WITHOUT["config"]):
             from .linear import QaoLinearMethod
             from .own_experts import QaoOwnExpertsMethod
+            from .process import follow_batch_invariance
+        follow_batch_invariance()
 
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             scheme = self.served.scheme_of(prefix, self.packed_modules_mapping)

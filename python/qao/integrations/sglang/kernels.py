@@ -79,7 +79,7 @@ class Integers(Kernel):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         weight, scales = layer._parameters[self.weight], layer._parameters[self.scales]
-        return self.operator(x, weight, scales, bias, *self.rest)  # type: ignore[no-any-return]
+        return common.multiply(self.operator, x, weight, scales, bias, *self.rest)
 
 
 class PackQuantized(Integers):
@@ -139,7 +139,7 @@ class Int8(Kernel):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         own = layer._parameters
-        return ops.INT8_INT8(x, own["weight"], own["weight_scale"], bias, own["weight_sums"])  # type: ignore[no-any-return]
+        return common.multiply(ops.INT8_INT8, x, own["weight"], own["weight_scale"], bias, own["weight_sums"])
 
 
 class Fp8(Kernel):
@@ -165,9 +165,9 @@ class Fp8(Kernel):
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         own = layer._parameters
         if self.activations is None:
-            return ops.FP8(x, own["weight"], own[self.scales], bias)  # type: ignore[no-any-return]
+            return common.multiply(ops.FP8, x, own["weight"], own[self.scales], bias)
         args = own["weight"], own[self.scales], bias, own["input_scale"], self.activations, False
-        return ops.FP8_FP8(x, *args)  # type: ignore[no-any-return]
+        return common.multiply(ops.FP8_FP8, x, *args)
 
 
 def of_compressed_tensors(own: Any, layer: nn.Module, share: Share) -> Kernel | str:

@@ -16,12 +16,16 @@ logger = logging.getLogger(__name__)
 
 def missing(device: torch.device) -> str | None:
     """Why no qao kernel runs in this process; None if kernels run."""
-    if is_batch_invariant_mode_enabled() or _deterministic():
-        return "deterministic inference: qao chooses its kernels by the number of tokens"
+    follow_batch_invariance()
     if is_cuda():
         major, minor = torch.cuda.get_device_capability()
         return common.unsupported_gpu(10 * major + minor)
     return None if device.type == "cpu" else "qao runs on CUDA and on CPUs"
+
+
+def follow_batch_invariance() -> None:
+    """Make qao's operators batch-invariant if SGLang is. Called before a layer of qao is created."""
+    common.follow_batch_invariance(is_batch_invariant_mode_enabled() or _deterministic())
 
 
 def _deterministic() -> bool:

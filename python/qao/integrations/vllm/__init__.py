@@ -1,10 +1,10 @@
 """vLLM plugin: an entry point of the group ``vllm.general_plugins``, called by each process.
 
 kernels.py puts qao's operators before vLLM's linear kernels, for checkpoints that vLLM reads. oracles.py does the same
-for fused experts (experts.py, experts_fp8.py). config.py, linear.py and own_experts.py add the quantization method
-"qao" for checkpoints in qao's own format. grouped_experts.py is shared by all experts. cache_key.py separates what vLLM
-compiles with and without qao, loaded.py logs which layers qao serves, and adapter.py has the differences between
-versions of vLLM.
+for fused experts (experts.py, experts_fp8.py). batch_invariance.py does it where vLLM bypasses its kernels. config.py,
+linear.py and own_experts.py add the quantization method "qao" for checkpoints in qao's own format. grouped_experts.py
+is shared by all experts. cache_key.py separates what vLLM compiles with and without qao, loaded.py logs which layers
+qao serves, and adapter.py has the differences between versions of vLLM.
 
 Nothing here imports vLLM. Each part patches one module of vLLM after any code imports that module, in any order: a part
 may import the patched module and modules that it has imported. Everything else is imported when vLLM calls it.
@@ -27,6 +27,9 @@ PARTS = {
     "vllm.model_executor.layers.fused_moe.oracle.int_wna16": "oracles.register_int4",
     "vllm.model_executor.layers.fused_moe.oracle.fp8": "oracles.register_fp8",
     "vllm.model_executor.layers.quantization": "config.register",
+    "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16": (
+        "batch_invariance.register_w4a16"
+    ),
     "vllm.model_executor.model_loader.utils": "loaded.register",
 }
 
@@ -37,6 +40,7 @@ WITHOUT = {
     "oracles.register_int4": "fused experts of four bits use vLLM's own kernels",
     "oracles.register_fp8": "fused experts in fp8 use vLLM's own kernels",
     "config.register": "checkpoints in qao's own format cannot be served",
+    "batch_invariance.register_w4a16": "with VLLM_BATCH_INVARIANT, vLLM dequantizes W4A16 weights in each call",
     "loaded.register": "no line in the log counts the layers that qao serves",
 }
 _KEY = PARTS["vllm.config.vllm"]

@@ -69,6 +69,8 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
         with common.required("vllm", WITHOUT["config.register"]):
             from .linear import QaoLinearMethod
             from .own_experts import QaoOwnExpertsMethod
+            from .process import follow_batch_invariance
+        follow_batch_invariance()
 
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             scheme = self.served.scheme_of(prefix, self.packed_modules_mapping)

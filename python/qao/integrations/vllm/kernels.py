@@ -25,6 +25,7 @@ from vllm.scalar_type import scalar_types
 
 from ... import ops
 from ...checkpoints.plain import group_size_of
+from ...ops.batch_invariant import MODE
 from ...schemes import (
     Float8DynamicActivationInt4Weight,
     Int4WeightOnly,
@@ -35,7 +36,7 @@ from ...schemes import (
 )
 from ..serving import common
 from ..serving.interface import check_class, unknown_fields
-from . import WITHOUT
+from . import WITHOUT, batch_invariance
 from .process import missing
 
 Answer = tuple[bool, str | None]
@@ -110,7 +111,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
         others = (getattr(layer, name, None) for name in self._others)
-        return self._operator(x, weight, scales, bias, *others, *self._rest)  # type: ignore[no-any-return]
+        return common.multiply(self._operator, x, weight, scales, bias, *others, *self._rest)
 
 
 def _unsupported_mixed(c: Any) -> str | None:
@@ -166,7 +167,7 @@ class QaoInt8Kernel(_Kernel, Int8ScaledMMLinearKernel):  # type: ignore[misc]
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scales, _, _, sums = self._get_layer_params(layer)
-        return ops.INT8_INT8(x, weight, scales, bias, sums)  # type: ignore[no-any-return]
+        return common.multiply(ops.INT8_INT8, x, weight, scales, bias, sums)
 
 
 class _Fp8(_Kernel, FP8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -182,7 +183,7 @@ class _Fp8(_Kernel, FP8ScaledMMLinearKernel):  # type: ignore[misc]
         output_shape: Sequence[int],
     ) -> Tensor:
         """GEMM of activations quantized by vLLM: A [M, K]; B [K, N], a view of the weight [N, K]."""
-        y = torch.ops.qao.fp8_scaled_mm.default(A, As, B.t(), Bs, bias, out_dtype, False)
+        y = torch.ops.qao.fp8_scaled_mm.default(A, As, B.t(), Bs, bias, out_dtype, False, MODE.on)
         return y.view(*output_shape)  # type: ignore[no-any-return]
 
 
@@ -202,6 +203,8 @@ class QaoFp8Kernel(_Fp8):
             return f"activations of {x}; qao supports e4m3 with a scale per token or one for all tokens"
         if x.scale.static and not shape.is_per_tensor():
             return f"activations of {x}; qao supports one static scale for all of x"
+        if MODE.on and shape.is_per_tensor() and not x.scale.static:
+            return f"activations of {x}: a scale for all tokens depends on the batch (VLLM_BATCH_INVARIANT)"
         return None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -215,8 +218,8 @@ class QaoFp8Kernel(_Fp8):
         if x_limit is not None:  # FBGEMM's upper bound of activations, which only vLLM's own quantization applies
             return super().apply_weights(layer, x, bias)  # type: ignore[no-any-return]
         group_size = -1 if self.config.activation_quant_key.scale.group_shape.is_per_token() else 0
-        y = ops.FP8_FP8(x, weight.t(), scales, bias, x_scale, group_size, False)
-        return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
+        y = common.multiply(ops.FP8_FP8, x, weight.t(), scales, bias, x_scale, group_size, False)
+        return y.to(self.config.out_dtype)
 
 
 class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
@@ -242,12 +245,12 @@ class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         scales = getattr(layer, "weight_scale_inv", None)
         scales = layer.weight_scale if scales is None else scales
-        y = ops.FP8_FP8(x, layer.weight, scales, bias, None, 128, False)
-        return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
+        y = common.multiply(ops.FP8_FP8, x, layer.weight, scales, bias, None, 128, False)
+        return y.to(self.config.out_dtype)
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
         """GEMM of activations quantized by vLLM."""
-        args = A, As, B, Bs, None, self.config.out_dtype, False
+        args = A, As, B, Bs, None, self.config.out_dtype, False, MODE.on
         return torch.ops.qao.fp8_scaled_mm.default(*args)  # type: ignore[no-any-return]
 
 
@@ -273,8 +276,8 @@ class QaoFp8WeightOnlyKernel(_Fp8):
     def apply_weights(self, layer: nn.Module, x: Any, bias: Tensor | None = None) -> Tensor:
         weight: Tensor = layer._parameters["weight"]  # type: ignore[assignment]
         weight = weight if self._blocks else weight.t()
-        y = ops.FP8(x, weight, getattr(layer, self._scale_name), bias)
-        return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
+        y = common.multiply(ops.FP8, x, weight, getattr(layer, self._scale_name), bias)
+        return y.to(self.config.out_dtype)
 
 
 # vLLM's tables, and the kernel that is put first.
@@ -296,3 +299,4 @@ def register() -> None:
         for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
             kernels = table.setdefault(platform, [])
             kernels[:] = [kernel, *(other for other in kernels if other is not kernel)]
+    batch_invariance.register_fp8(linear, _Fp8)

@@ -13,13 +13,17 @@ from ..serving import common
 
 def missing(compute_capability: int | None = None) -> str | None:
     """Why no qao kernel runs in this process; None if kernels run."""
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT: qao chooses its kernels by the number of tokens"
+    follow_batch_invariance()
     if current_platform.is_cpu():
         return None
     if not current_platform.is_cuda():
         return "qao runs on CUDA and on CPUs"
     return common.unsupported_gpu(compute_capability)
+
+
+def follow_batch_invariance() -> None:
+    """Make qao's operators batch-invariant if vLLM is. Called before a layer of qao is created."""
+    common.follow_batch_invariance(envs.VLLM_BATCH_INVARIANT)
 
 
 def replace_functions(module: str, made: dict[str, Any]) -> None:
