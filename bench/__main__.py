@@ -42,6 +42,8 @@ from .meta import RESULTS, device_slug
 from .result_files import read, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
+from .serving import run as serving
+from .serving.process import ENGINES
 from .timing import ceilings
 
 _OF_QUALITY = (
@@ -126,6 +128,12 @@ def make_parser() -> argparse.ArgumentParser:
     asked = commands.add_parser("generate", help="tokens per second of an unmodified transformers model's generate()")
     _add_common(asked)
     generate.add_arguments(asked)
+    for engine in ENGINES:
+        served = commands.add_parser(engine, help="tokens per second of this serving engine with and without qao")
+        served.add_argument(
+            "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
+        )
+        serving.add_arguments(served, engine)
     shapes = commands.add_parser("linear", help="every scheme against F.linear on CPU layers of many shapes")
     shapes.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
     linear.add_arguments(shapes)
@@ -172,6 +180,11 @@ def main() -> int:
             parser.error(f"tune: torch {torch.__version__} sees no GPU")
         kinds, gpu = arguments.operands or tune.OPERANDS, torch.cuda.get_device_name()
         return 0 if tune.run(kinds, arguments.sweep, gpu, ceilings("cuda")[0] / 1e6) else 1
+    if arguments.command in ENGINES and arguments.add:
+        if arguments.out is None:
+            parser.error("--add needs --out, the folder of the results")
+        serving.add(arguments.add, arguments.out / f"{arguments.command}.csv", arguments)
+        return 0
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")
     of_any_cpu = arguments.device == "cpu" and arguments.command in _OF_QUALITY
@@ -242,6 +255,9 @@ def main() -> int:
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     if arguments.command == "generate":
         generate.run(arguments, folder / "generate.csv")
+        return 0
+    if arguments.command in ENGINES:
+        serving.run(arguments, folder / f"{arguments.command}.csv")
         return 0
     if arguments.command == "llama":
         path = folder / ("llama_head.csv" if arguments.head else "llama.csv")

@@ -39,6 +39,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         **{"max_position_embeddings": 32768, "tie_word_embeddings": True},
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "qwen3-32b": {
+        **{"model_type": "qwen3", "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600},
+        **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+        **{"rms_norm_eps": 1e-6, "max_position_embeddings": 40960},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "qwen3-30b-a3b": {
+        **{"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+        **{"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "decoder_sparse_step": 1},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
     # for trying the bench itself
     "tiny": {
         **{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256},

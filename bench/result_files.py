@@ -35,12 +35,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def earlier(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a file measured on the same day in the setting of ``meta``; otherwise empty."""
+def earlier(path: Path, meta: dict[str, Any], but: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """The rows of a file measured in the setting of ``meta``, day and sources included; otherwise empty.
+
+    ``but``: keys of the metadata that may differ.
+    """
     if not path.exists():
         return []
     before = read(path)
-    rows: list[dict[str, Any]] = before["rows"] if same_setting(before["meta"], meta) else []
+    rows: list[dict[str, Any]] = before["rows"] if same_setting(before["meta"], meta, but) else []
     return rows
 
 

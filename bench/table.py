@@ -14,6 +14,8 @@
 <!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:prefill:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->, <!-- bench:linear:epyc-avx2 -->, <!-- bench:threads:xeon-amx -->,
 <!-- bench:llama_head:h200 -->, <!-- bench:busy:epyc-avx512_bf16 -->
+<!-- bench:vllm:h200 -->, <!-- bench:vllm_layouts:h200 -->,
+<!-- bench:sglang:h200 -->, <!-- bench:sglang_layouts:h200 -->,
 <!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x4 -->
 <!-- bench:experts:h200 -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
 <!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
@@ -61,6 +63,7 @@ from . import (
 from .meta import RESULTS, ROOT, source_hash
 from .result_files import Results, read
 from .schemes import SCHEMES
+from .serving import tables as serving
 
 _RENDERERS = {
     "quantize": quantize,
@@ -81,6 +84,8 @@ _RENDERERS = {
     "host": host,
     "llama": llama,
     "generate": generate,
+    "vllm": serving,
+    "sglang": serving,
     "llama_head": llama,
     "tensor_parallel": tensor_parallel,
     "update": new_weights,
@@ -99,10 +104,12 @@ _IN_SHORT: dict[str, tuple[str, Callable[[Results], str]]] = {
     "decoders": ("llama", choosing.render_decoders),
     "others": ("prefill", prefill.render_others),
     "experts_means": ("experts", experts.render_means),
+    "vllm_layouts": ("vllm", serving.render_layouts),
+    "sglang_layouts": ("sglang", serving.render_layouts),
 }
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
-    *("docs/distributed.md", "docs/kernels/quantize_weight.md"),
+    *("docs/distributed.md", "docs/serving.md", "docs/kernels/quantize_weight.md"),
     *(f"docs/kernels/{page}.md" for page in kernel_pages.PAGES),
     "docs/kernels/grouped.md",
 )

@@ -1,0 +1,1 @@
+"""Benchmark of serving engines on quantized checkpoints, with and without qao."""
