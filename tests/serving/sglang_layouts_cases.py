@@ -278,3 +278,59 @@ def test_methods_that_pass_layers_on(of: str, name: str) -> None:
     loaded = load(name, "gate_up", {**config, "packing_format": f"auto_round:auto_{of}"}, states)
     assert loaded.served
     check(loaded, made.dense, [], FLOAT, BF16)
+
+
+RELOADED = ["W4A16", "W4A16 asym", "W8A16 channel", "W8A8", "W8A8 asym", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]
+
+
+@pytest.mark.parametrize("kind", ["qkv", "row"])
+@pytest.mark.parametrize("case", RELOADED)
+def test_other_weights(case: str, kind: str) -> None:
+    """They arrive at the addresses of the first ones, which CUDA graphs hold."""
+    torch.manual_seed(0)
+    config, states, _ = states_of(case, kind, BF16)
+    loaded = load("compressed-tensors", kind, config, states, 1, 2)
+    places = {name: one.data_ptr() for name, one in loaded.layer.named_parameters()}
+    _, states, _ = states_of(case, kind, BF16)
+    expected = load("compressed-tensors", kind, config, states, 1, 2)
+    x = torch.randn(5, K, dtype=BF16)
+    for _ in range(2):
+        with engine(BF16), loaded.shard(1, 2):
+            loaded.layer.quant_method.restore_weights_before_loading(loaded.layer)
+            loaded.load(states)
+        assert torch.equal(loaded(x), expected(x))
+        assert {name: one.data_ptr() for name, one in loaded.layer.named_parameters()} == places
+
+
+@pytest.mark.parametrize("method", ["gptq_marlin", "awq_marlin"])
+def test_other_weights_of_gptq_and_awq(method: str) -> None:
+    torch.manual_seed(0)
+    gptq = method == "gptq_marlin"
+    config: dict[str, Any] = {"bits": 4, "group_size": 128, "zero_point": True}
+    config |= {"desc_act": False, "sym": True} if gptq else {}
+    names = ("qweight", "qzeros", "scales", "g_idx") if gptq else ("qweight", "qzeros", "scales")
+    made = [Checkpoint("qkv", BF16, 128, **({"bits": 4, "zero": 8} if gptq else {})) for _ in range(2)]
+    first, second = (one.states(names, Weight.gptq if gptq else Weight.awq) for one in made)
+    loaded, expected = (load(method, "qkv", config, states) for states in (first, second))
+    x = torch.randn(5, K, dtype=BF16)
+    with engine(BF16), loaded.shard(0, 1):
+        loaded.layer.quant_method.restore_weights_before_loading(loaded.layer)
+        loaded.load(second)
+    assert torch.equal(loaded(x), expected(x))
+
+
+@pytest.mark.parametrize("case", ["W4A16", "FP8_DYNAMIC"])
+def test_a_layer_without_other_weights_keeps_its_own(case: str) -> None:
+    """An update of only some tensors of a layer is an error."""
+    config, states, _ = states_of(case, "qkv", BF16)
+    loaded = load("compressed-tensors", "qkv", config, states)
+    method, layer, x = loaded.layer.quant_method, loaded.layer, torch.randn(5, K, dtype=BF16)
+    expected = loaded(x)
+    method.restore_weights_before_loading(layer)
+    method.process_weights_after_loading(layer)
+    assert torch.equal(loaded(x), expected)
+    method.restore_weights_before_loading(layer)
+    scale = dict(layer.named_parameters())["weight_scale"]
+    scale.weight_loader(scale, states[0]["weight_scale"], "q")
+    with pytest.raises(RuntimeError, match="only some of this layer's tensors"):
+        method.process_weights_after_loading(layer)

@@ -33,8 +33,8 @@ from ..serving.interface import check_class, unknown_fields
 from . import WITHOUT, expert_weights
 from .adapter import gate_numbers, has_paged_experts, method_of, settings
 from .expert_weights import ExpertSizes, Weights
-from .layouts import LEFT_OUT
 from .process import log_served, log_unsupported, missing
+from .reloading import Reloading
 
 _WEIGHTS: dict[type, Callable[[Any, nn.Module, ExpertSizes], Weights | str]] = {
     CompressedTensorsFusedMoEMethod: expert_weights.of_compressed_tensors,
@@ -113,12 +113,6 @@ class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
         self.config = moe_runner_config  # no runner: tokens already have local expert numbers
 
-    def restore_weights_before_loading(self, layer: nn.Module) -> None:
-        raise RuntimeError(
-            f"qao: {self.name} cannot load other weights while SGLang runs, because it holds packed ones. Restart "
-            f"SGLang, or, if they are not in qao's own format, start it with {LEFT_OUT}=all."
-        )
-
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         x, (weights, chosen, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
         if self.config.apply_router_weight_on_input:
@@ -139,12 +133,19 @@ class QaoExpertsMethod(GroupedExperts):
 
     def __init__(self, own: Any, weights: Weights, name: str) -> None:
         self.own, self.weights, self.name, self.quant_config = own, weights, name, own.quant_config
+        self.reloading = Reloading(name)
 
     def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
         layer.weight_load_method = self.own  # loaders follow its layout
         self.own.create_weights(layer, *sizes, **named)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        self.reloading.process(layer, self._pack)
+
+    def restore_weights_before_loading(self, layer: nn.Module) -> None:
+        self.reloading.restore(layer)
+
+    def _pack(self, layer: Any) -> None:
         width, hidden, count = layer.intermediate_size_per_partition, layer.hidden_size, layer.num_local_experts
         for name, prefix, n, k in (("up", "w13_", 2 * width, hidden), ("down", "w2_", hidden, width)):
             own = {key: one for key, one in layer._parameters.items() if key.startswith(prefix)}

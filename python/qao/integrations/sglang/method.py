@@ -26,6 +26,7 @@ from ..serving.interface import check_class
 from . import WITHOUT, kernels
 from .kernels import Kernel, Share
 from .process import log_served, log_unsupported, missing
+from .reloading import Reloading
 
 _KERNELS: dict[type, Callable[[Any, nn.Module, Share], Kernel | str]] = {
     CompressedTensorsLinearMethod: kernels.of_compressed_tensors,
@@ -56,7 +57,7 @@ class QaoLayoutMethod(LinearMethodBase):  # type: ignore[misc]
     """SGLang's method ``own`` creates and loads the weight of a layer; qao's kernel packs and multiplies it."""
 
     def __init__(self, own: Any, name: str) -> None:
-        self.own, self.name = own, name
+        self.own, self.name, self.reloading = own, name, Reloading(name)
         for attribute in _METHOD_ATTRIBUTES:
             if hasattr(own, attribute):
                 setattr(self, attribute, getattr(own, attribute))
@@ -91,12 +92,16 @@ class QaoLayoutMethod(LinearMethodBase):  # type: ignore[misc]
             self.own.process_weights_after_loading(layer)
             return
         layer.deepgemm_mxfp8_input = False  # type: ignore[assignment]  # which a model may have asked for
-        self.kernel.load(layer)
+        self.reloading.process(layer, self.kernel.load)
+
+    def restore_weights_before_loading(self, layer: nn.Module) -> None:
+        """SGLang calls this before it loads other weights, from version 0.5.21 on."""
+        self.reloading.restore(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.kernel.apply(layer, x, bias)
 
 
-check_class(QaoLayoutMethod)
+check_class(QaoLayoutMethod, "restore_weights_before_loading")
 if QaoLayoutMethod.__name__ not in linear.WEIGHT_LOADER_V2_SUPPORTED:
     linear.WEIGHT_LOADER_V2_SUPPORTED.append(QaoLayoutMethod.__name__)

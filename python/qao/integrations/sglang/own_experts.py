@@ -38,6 +38,11 @@ class QaoOwnExpertsMethod(GroupedExperts):
     def process_weights_after_loading(self, layer: Any) -> None:
         check_loaded(layer, "SGLang")
 
+    def restore_weights_before_loading(self, layer: nn.Module) -> None:
+        raise RuntimeError(
+            f"qao: {self.name}, in qao's own format, cannot load other weights while SGLang runs. Restart SGLang."
+        )
+
 
 def _unsupported_reason(layer: Any) -> str | None:
     check_class(QaoOwnExpertsMethod, "restore_weights_before_loading")
