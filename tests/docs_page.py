@@ -44,7 +44,6 @@ NOT_RUN = {
     "python -m bench": "measures for minutes and more; test_docs.py parses the arguments",
     "QAO_CPU_ISA=avx512_bf16 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m bench": "the same",
     "torchrun": "needs several GPUs",
-    "for host in": "needs several hosts",
     "python -c \"import qao, runpy; runpy.run_path('minifier_launcher.py'": "needs what a failed compilation leaves",
     "unzip -o model.pt2": "reads a package of the reader, which no block makes",
     "CXX=$PWD/shared-g++ python compile_package.py": "is a program of the reader, which no block makes",

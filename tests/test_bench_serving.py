@@ -16,7 +16,7 @@ from bench.serving.engine import Engine, EngineError
 
 pytest.importorskip("transformers")
 
-# An "engine" whose log-probabilities depend on the prompt, and on qao's switch in the environment.
+# An "engine" with log-probabilities that depend on the prompt, and on qao's switch in the environment.
 VLLM = """
 import os, random
 from types import SimpleNamespace as Of

@@ -34,6 +34,8 @@ def render(results: Results) -> str:
 def render_layouts(results: Results) -> str:
     """Mean difference of log-probabilities from a bfloat16 model of the same values, by kernel and checkpoint."""
     rows = [row for row in results["rows"] if row["model"] in SMALL]
+    if not rows:
+        return "No answers were compared."
     by_kernel: dict[str, list[str]] = {}
     for model, checkpoint in dict.fromkeys((row["model"], row["checkpoint"]) for row in rows):
         mine = [row for row in rows if row["model"] == model]

@@ -1,7 +1,7 @@
 """Loading of other weights into a packed layer while SGLang runs, as reinforcement learning does after each step.
 
 SGLang calls ``restore_weights_before_loading`` before it loads, and ``process_weights_after_loading`` after it. The
-packed values are copied into the tensors of the first load, whose addresses captured CUDA graphs hold.
+packed values are copied into the tensors of the first load, because captured CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations
