@@ -72,8 +72,7 @@ class Cache:
     def __init__(
         self, config: Any, batch: int, positions: Tensor, length: int, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = batch, config.num_key_value_heads, length, head_dim
+        shape = batch, config.num_key_value_heads, length, head_dim(config)
         self.positions = positions
         self.keys, self.values = (torch.randn(shape, device=positions.device, dtype=dtype) for _ in range(2))
 
@@ -81,6 +80,11 @@ class Cache:
         self.keys.index_copy_(2, self.positions, keys)
         self.values.index_copy_(2, self.positions, values)
         return self.keys, self.values
+
+
+def head_dim(config: Any) -> int:
+    """Of a transformers config, which may not say it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def cache_keyword(layer: nn.Module) -> str:

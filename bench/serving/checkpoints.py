@@ -17,6 +17,7 @@ from unittest import mock
 
 import qao
 import torch
+from qao.checkpoints.plain import packed_nibbles
 from qao.integrations.huggingface import saving
 from torch import Tensor
 
@@ -45,8 +46,6 @@ class Layout(NamedTuple):
 
     config: dict[str, Any]
     draw: Callable[[int, int, torch.Generator], Weight]
-    group_size: int = 1  # of columns, which must divide K
-    dtype: str = "bfloat16"  # GPTQ and AWQ checkpoints with float16 scales work with both
 
 
 def _normal(n: int, k: int, generator: torch.Generator) -> Tensor:
@@ -56,15 +55,6 @@ def _normal(n: int, k: int, generator: torch.Generator) -> Tensor:
 def _scales(n: int, groups: int, steps: float, generator: torch.Generator) -> Tensor:
     drawn = torch.rand(n, groups, generator=generator, device=generator.device)
     return ((drawn * 0.5 + 0.75) * (STD / steps)).to(torch.bfloat16)
-
-
-def words(values: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
-    """int32 [R, C / n] of uint8 values [R, C]: n = 32 / bits in a word, the lowest bits first, in ``order``."""
-    n = 32 // bits
-    parts = values.view(values.shape[0], -1, n).to(torch.int64)
-    total = sum(parts[..., one] << (bits * i) for i, one in enumerate(order or range(n)))
-    assert isinstance(total, Tensor)
-    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
 
 
 def _int4(n: int, k: int, size: int, symmetric: bool, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,9 +78,9 @@ def _packed(size: int, symmetric: bool = True) -> Callable[[int, int, torch.Gene
 
     def draw(n: int, k: int, generator: torch.Generator) -> Weight:
         q, scales, zeros = _int4(n, k, k if size == -1 else size, symmetric, generator)
-        stored = {"weight_packed": words(q, 4), "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
+        stored = {"weight_packed": packed_nibbles(q), "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
         if not symmetric:
-            stored["weight_zero_point"] = words(zeros.t().contiguous(), 4).t().contiguous()
+            stored["weight_zero_point"] = packed_nibbles(zeros.t()).t().contiguous()
         return Weight(stored, _dense4(q, scales, zeros))
 
     return draw
@@ -99,26 +89,31 @@ def _packed(size: int, symmetric: bool = True) -> Callable[[int, int, torch.Gene
 def _packed8(n: int, k: int, generator: torch.Generator) -> Weight:
     q = (_normal(n, k, generator) * _INT8_STEPS).round_().clamp_(-127, 127)
     scales = _scales(n, 1, _INT8_STEPS, generator)
-    stored = {"weight_packed": words((q + 128).to(torch.uint8), 8), "weight_scale": scales}
+    stored = {"weight_packed": (q + 128).to(torch.uint8).view(torch.int32), "weight_scale": scales}
     return Weight(stored | {"weight_shape": torch.tensor([n, k])}, q * scales.float())
 
 
 def _gptq(n: int, k: int, generator: torch.Generator) -> Weight:
     q, scales, zeros = _int4(n, k, 128, True, generator)
     stored = {
-        "qweight": words(q, 4).t().contiguous(),
-        "qzeros": words((zeros - 1).t().contiguous(), 4),  # version 1 of the format stores zero points minus 1
+        "qweight": packed_nibbles(q).t().contiguous(),
+        "qzeros": packed_nibbles((zeros - 1).t()),  # version 1 of the format stores zero points minus 1
         "scales": scales.t().to(torch.float16).contiguous(),
         "g_idx": torch.arange(k, dtype=torch.int32) // 128,
     }
     return Weight(stored, _dense4(q, scales, zeros))
 
 
+def _awq_columns(values: Tensor) -> Tensor:
+    """[R, C] with the eight columns of each word in AWQ's order."""
+    return values.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
+
+
 def _awq(n: int, k: int, generator: torch.Generator) -> Weight:
     q, scales, zeros = _int4(n, k, 128, False, generator)
     stored = {
-        "qweight": words(q.t().contiguous(), 4, _AWQ_ORDER),
-        "qzeros": words(zeros.t().contiguous(), 4, _AWQ_ORDER),
+        "qweight": packed_nibbles(_awq_columns(q.t())),
+        "qzeros": packed_nibbles(_awq_columns(zeros.t())),
         "scales": scales.t().to(torch.float16).contiguous(),
     }
     return Weight(stored, _dense4(q, scales, zeros))
@@ -174,18 +169,15 @@ def _compressed(form: str, weights: dict[str, Any], x: dict[str, Any] | None = N
 
 
 _TOKEN8, _TOKENF8 = (_values(8, kind, "token", dynamic=True) for kind in ("int", "float"))
-_BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
 _INT4 = _values(4, "int", "group", group_size=128)
 LAYOUTS = {
-    "w4a16": Layout(_compressed("pack-quantized", _INT4), _packed(128), 128),
-    "w4a16_asym": Layout(_compressed("pack-quantized", _INT4 | {"symmetric": False}), _packed(128, False), 128),
-    "w4a16_g32": Layout(_compressed("pack-quantized", _INT4 | {"group_size": 32}), _packed(32), 32),
-    "w4a16_rows": Layout(_compressed("pack-quantized", _values(4, "int", "channel")), _packed(-1), 32),
-    "w8a16": Layout(_compressed("pack-quantized", _values(8, "int", "channel")), _packed8, 32),
-    "gptq": Layout({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, _gptq, 128),
-    "awq": Layout(
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, _awq, 128
-    ),
+    "w4a16": Layout(_compressed("pack-quantized", _INT4), _packed(128)),
+    "w4a16_asym": Layout(_compressed("pack-quantized", _INT4 | {"symmetric": False}), _packed(128, False)),
+    "w4a16_g32": Layout(_compressed("pack-quantized", _INT4 | {"group_size": 32}), _packed(32)),
+    "w4a16_rows": Layout(_compressed("pack-quantized", _values(4, "int", "channel")), _packed(-1)),
+    "w8a16": Layout(_compressed("pack-quantized", _values(8, "int", "channel")), _packed8),
+    "gptq": Layout({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, _gptq),
+    "awq": Layout({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, _awq),
     "w8a8": Layout(_compressed("int-quantized", _values(8, "int", "channel"), _TOKEN8), _int8),
     "fp8": Layout(_compressed("float-quantized", _values(8, "float", "channel"), _TOKENF8), _e4m3("row")),
     "fp8_static": Layout(
@@ -199,16 +191,14 @@ LAYOUTS = {
             _values(8, "float", "group", group_size=128, dynamic=True),
         ),
         _e4m3("block"),
-        128,
     ),
     "fp8_deepseek": Layout(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         _e4m3("block", "weight_scale_inv"),
-        128,
     ),
     "fp8_weights": Layout(_compressed("float-quantized", _values(8, "float", "channel")), _e4m3("row")),
-    "w4a8": Layout(_compressed("int-quantized", _INT4, _TOKEN8), _int4_bytes, 128),
-    "w4afp8": Layout(_compressed("pack-quantized", _INT4, _TOKENF8), _packed(128), 128),
+    "w4a8": Layout(_compressed("int-quantized", _INT4, _TOKEN8), _int4_bytes),
+    "w4afp8": Layout(_compressed("pack-quantized", _INT4, _TOKENF8), _packed(128)),
 }
 _WRITING = Lock()  # transformers sets the default dtype and the seed of the process
 OWN = {f"qao_{word}": word for word in LAYER_SCHEMES}  # checkpoints in qao's own format, whole models with their heads
@@ -265,9 +255,12 @@ def write(folder: Path, config: Any, layout: str, device: str, dense: bool = Fal
 @torch.no_grad()
 def _write_layout(path: Path, config: Any, layout: Layout | None, word: str, device: str, dense: bool) -> None:
     from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
 
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     index: dict[str, str] = {}
-    for file, parts in _by_file(config):
+    for file, parts in _by_file(model):
         tensors: Tensors = {}
         for name, shape in parts:
             generator = torch.Generator(device)
@@ -276,7 +269,7 @@ def _write_layout(path: Path, config: Any, layout: Layout | None, word: str, dev
         save_file({name: one.to("cpu").contiguous() for name, one in tensors.items()}, path / file)
         index |= dict.fromkeys(tensors, file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    written = config.to_dict() | {"architectures": [_architecture(config)]}
+    written = config.to_dict() | {"architectures": [type(model).__name__]}
     if layout is not None and not dense:
         written["quantization_config"] = layout.config | _kept_in_float(layout, config)
     (path / "config.json").write_text(json.dumps(written))  # the last file: its presence means that all are there
@@ -303,18 +296,18 @@ def _tensors(name: str, shape: torch.Size, layout: Layout | None, generator: tor
     return {f"{module}.{part}": one for part, one in weight.stored.items()}
 
 
-def _by_file(config: Any) -> Iterator[tuple[str, list[tuple[str, torch.Size]]]]:
+def _by_file(model: Any) -> Iterator[tuple[str, list[tuple[str, torch.Size]]]]:
     """Names and shapes of a float model's parameters as checkpoints name them, one file per decoder layer."""
     files: dict[str, list[tuple[str, torch.Size]]] = {}
-    for name, shape in _parameters(config):
+    for name, shape in _parameters(model):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         files.setdefault(f"layer-{int(layer[1]):03}" if layer else "rest", []).append((name, shape))
     for file, parts in files.items():
         yield f"{file}.safetensors", parts
 
 
-def _parameters(config: Any) -> Iterator[tuple[str, torch.Size]]:
-    for name, parameter in _meta_model(config).named_parameters():  # tied parameters once
+def _parameters(model: Any) -> Iterator[tuple[str, torch.Size]]:
+    for name, parameter in model.named_parameters():  # tied parameters once
         fused = _EXPERTS.match(name)
         if fused is None:
             yield name, parameter.shape
@@ -326,17 +319,6 @@ def _parameters(config: Any) -> Iterator[tuple[str, torch.Size]]:
             else:
                 yield f"{fused[1]}.{expert}.gate_proj.weight", torch.Size((rows // 2, columns))
                 yield f"{fused[1]}.{expert}.up_proj.weight", torch.Size((rows // 2, columns))
-
-
-def _meta_model(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def _architecture(config: Any) -> str:
-    return type(_meta_model(config)).__name__
 
 
 @torch.no_grad()

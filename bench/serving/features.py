@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..llama_model import head_dim
 from .engine import Engine
 
 Prompts = list[list[int]]
@@ -96,7 +97,7 @@ def write_adapter(folder: Path, config: Any, rank: int = 8) -> Path:
     if (path / "adapter_config.json").exists():
         return path
     path.mkdir(parents=True, exist_ok=True)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = head_dim(config)
     rows = {"q_proj": config.num_attention_heads * head, "v_proj": config.num_key_value_heads * head}
     generator, tensors = torch.Generator().manual_seed(0), {}
     for layer in range(config.num_hidden_layers):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,16 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from typing import Any
 
-from ..llama_model import PRESETS
+import torch
+
+from ..llama_model import PRESETS, head_dim
 from ..meta import describe
 from ..result_files import earlier, read, same_setting, write
 from . import logprobs
 from .checkpoints import BF16, LAYOUTS, OWN, SMALL, config_of
 from .checkpoints import write as write_checkpoint
 from .engine import Engine, EngineError, start_all
-from .features import FEATURES
+from .features import FEATURES, Feature
 
 Row = dict[str, Any]
 OWN_KERNELS, QAO, REFERENCE = "own", "qao", "bf16 of the same values"
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     _ = transformers.AutoConfig, transformers.AutoModelForCausalLM  # imported lazily, which threads must not do at once
     began = time.perf_counter()
     meta = describe(arguments.device)
-    rows = {_key(row): row for row in earlier(path, meta, _OF_ROWS)}
+    rows, writing = {_key(row): row for row in earlier(path, meta, _OF_ROWS)}, Lock()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.parallel) as pool:
         folder = arguments.folder or Path(temporary)
 
@@ -81,9 +83,10 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
             if time.perf_counter() - began > arguments.budget:
                 print("no time left for a part", flush=True)
                 return
-            for row in map(partial(_dated, meta), part()):
-                rows[_key(row)] = row
-            write({"meta": meta, "rows": list(rows.values())}, path)
+            found = [_dated(meta, row) for row in part()]
+            with writing:  # a thread must not write over the rows of another
+                rows.update((_key(row), row) for row in found)
+                write({"meta": meta, "rows": list(rows.values())}, path)
 
         for _ in pool.map(measure, _parts(arguments, folder)):
             pass
@@ -127,24 +130,33 @@ def _key(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in _KEYS)
 
 
+def _about(arguments: argparse.Namespace, config: Any, checkpoint: str) -> Row:
+    about = {"engine": arguments.engine, "model": arguments.model, "layers": config.num_hidden_layers}
+    return about | {"gpus": arguments.gpus, "checkpoint": checkpoint}
+
+
+def _start(
+    arguments: argparse.Namespace, config: Any, paths: dict[str, Path], log: str, feature: Feature = FEATURES["plain"]
+) -> tuple[dict[str, tuple[Engine, dict[str, Any]]], dict[str, str]]:
+    """Start the contenders in ``paths`` on their checkpoints. ``log``: a file name with "{}" for the contender."""
+    torch.cuda.empty_cache()  # of this process, which drew the weights
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    makers = {}
+    for name, path in paths.items():
+        options = _options(arguments, config, len(paths), name) | feature.options
+        options["model_path" if arguments.engine == "sglang" else "model"] = str(path)
+        file = arguments.logs / log.format(name).replace(" ", "_")
+        makers[name] = partial(Engine, arguments.engine, options, qao=name == QAO, log=file, env=feature.env)
+    return start_all(makers)
+
+
 def _measure(arguments: argparse.Namespace, folder: Path, checkpoint: str) -> Iterator[Row]:
     config = config_of(arguments.model, arguments.layers)
-    about = {"engine": arguments.engine, "model": arguments.model, "layers": config.num_hidden_layers}
-    about |= {"gpus": arguments.gpus, "checkpoint": checkpoint}
-    makers, paths = {}, {False: write_checkpoint(folder, config, checkpoint, arguments.device)}
-    names = list(arguments.contenders)
+    about, written = _about(arguments, config, checkpoint), partial(write_checkpoint, folder, config, checkpoint)
+    paths = dict.fromkeys(arguments.contenders, written(arguments.device))
     if arguments.reference and checkpoint != BF16:
-        paths[True] = write_checkpoint(folder, config, checkpoint, arguments.device, dense=True)
-        names.append(REFERENCE)
-    _release_memory()
-    arguments.logs.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        options = _options(arguments, config, len(names), name) | {"model": str(paths[name == REFERENCE])}
-        if arguments.engine == "sglang":
-            options["model_path"] = options.pop("model")
-        log = arguments.logs / f"{checkpoint}-{name.replace(' ', '_')}.log"
-        makers[name] = partial(Engine, arguments.engine, options, qao=name == QAO, log=log)
-    engines, errors = start_all(makers)
+        paths[REFERENCE] = written(arguments.device, dense=True)
+    engines, errors = _start(arguments, config, paths, f"{checkpoint}-{{}}.log")
     for name, error in errors.items():
         print(f"{checkpoint:<14} {name:<10} {error}", flush=True)
     try:
@@ -166,16 +178,9 @@ def _measure(arguments: argparse.Namespace, folder: Path, checkpoint: str) -> It
 def _feature(arguments: argparse.Namespace, folder: Path, checkpoint: str, name: str) -> Iterator[Row]:
     """The answers with qao and with vLLM's own kernels, after the requests of a feature."""
     config, feature = config_of(arguments.model, arguments.layers), FEATURES[name]
-    checkpoint_path = str(write_checkpoint(folder, config, checkpoint, arguments.device))
-    _release_memory()
-    arguments.logs.mkdir(parents=True, exist_ok=True)
-    makers = {}
-    for contender in arguments.contenders:
-        options = _options(arguments, config, len(arguments.contenders), contender) | {"model": checkpoint_path}
-        options |= feature.options
-        log = arguments.logs / f"{checkpoint}-{contender}-{name.replace(' ', '_')}.log"
-        makers[contender] = partial(Engine, "vllm", options, qao=contender == QAO, log=log, env=feature.env)
-    engines, errors = start_all(makers)
+    path = write_checkpoint(folder, config, checkpoint, arguments.device)
+    paths = dict.fromkeys(arguments.contenders, path)
+    engines, errors = _start(arguments, config, paths, f"{checkpoint}-{{}}-{name}.log", feature)
     prompts, answers = logprobs.prompts(config.vocab_size), {}
     for contender, (engine, _) in engines.items():
         try:
@@ -184,8 +189,7 @@ def _feature(arguments: argparse.Namespace, folder: Path, checkpoint: str, name:
             errors[contender] = str(error)
     for engine, _ in engines.values():
         engine.close()
-    about = {"engine": "vllm", "model": arguments.model, "layers": config.num_hidden_layers, "gpus": arguments.gpus}
-    about |= {"checkpoint": checkpoint, "measure": "feature", "feature": name}
+    about = _about(arguments, config, checkpoint) | {"measure": "feature", "feature": name}
     for contender in arguments.contenders:
         row = about | {"contender": contender, "failed": errors.get(contender, "")}
         row |= {"reload_s": answers.get(contender, {}).get("reload_s")}
@@ -200,21 +204,13 @@ def _feature(arguments: argparse.Namespace, folder: Path, checkpoint: str, name:
         yield row
 
 
-def _release_memory() -> None:
-    """Of this process, which drew the weights."""
-    import torch
-
-    torch.cuda.empty_cache()
-
-
 def _options(arguments: argparse.Namespace, config: Any, contenders: int, name: str) -> dict[str, Any]:
     prompts = [tuple(map(int, cell.split("x"))) for cell in arguments.prefill]
     sizes = [count * length for count, length in prompts] + [b * (2 * _TOKENS + 1) for b in arguments.batches]
     tokens = 2 * max(sizes, default=_LONGEST) + 2 * _LONGEST
     share, most = 0.9 / (contenders * arguments.parallel), max(arguments.batches, default=1)
     if arguments.engine == "vllm":
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * head // arguments.gpus
+        per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) // arguments.gpus
         options = {
             "max_model_len": _LONGEST, "max_num_seqs": max(256, most), "gpu_memory_utilization": share,
             "kv_cache_memory_bytes": tokens * per_token, "enable_prefix_caching": False,
@@ -235,15 +231,10 @@ def _options(arguments: argparse.Namespace, config: Any, contenders: int, name: 
 # ---- measurements ----------------------------------------------------------------------------------------------------
 
 
-def _draw(config: Any, requests: int, tokens: int) -> list[list[int]]:
-    draw = random.Random(tokens)
-    return [[draw.randrange(config.vocab_size) for _ in range(tokens)] for _ in range(requests)]
-
-
 def _time(arguments: argparse.Namespace, engines: dict[str, Engine], config: Any) -> Iterator[Row]:
     """Decoding: seconds of 128 tokens minus seconds of the first one. Prefill: seconds of the first token."""
     for requests in arguments.batches:
-        prompts = _draw(config, requests, _TOKENS)
+        prompts = logprobs.prompts(config.vocab_size, ((_TOKENS, requests),), seed=_TOKENS)
         times: dict[str, list[float]] = {name: [] for name in engines}
         for rep in range(arguments.reps + 1):
             for name, engine in engines.items():
@@ -255,7 +246,7 @@ def _time(arguments: argparse.Namespace, engines: dict[str, Engine], config: Any
         yield from _rows("decode", requests, _TOKENS, requests, times)
     for cell in arguments.prefill:
         requests, tokens = map(int, cell.split("x"))
-        prompts = _draw(config, requests, tokens)
+        prompts = logprobs.prompts(config.vocab_size, ((tokens, requests),), seed=tokens)
         times = {name: [] for name in engines}
         for rep in range(arguments.reps + 1):
             for name, engine in engines.items():

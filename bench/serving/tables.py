@@ -73,7 +73,7 @@ def _kernels(rows: list[Row], checkpoint: str, contender: str) -> str:
     """Names of the classes, without their number of layers and the ending that all have."""
     for row in rows:
         if (row["checkpoint"], row["contender"], row["measure"]) == (checkpoint, contender, "start"):
-            names = (part.partition(" ")[2] for part in row.get("kernels", "").strip('"').split(", ") if part)
+            names = (part.partition(" ")[2] for part in row.get("kernels", "").split(", ") if part)
             return ", ".join(
                 name.removesuffix("Kernel").removesuffix("Linear").removesuffix("ScaledMM") for name in names
             )
