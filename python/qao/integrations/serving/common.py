@@ -111,9 +111,9 @@ def multiply(operator: Any, x: Tensor, weight: Any, scales: Any, *rest: Any) -> 
         rest: the bias and the operator's other tensors, all of them if numbers follow, then the numbers.
     """
     if MODE.on:
-        bias, *others = rest[: 1 + SIGNATURES[operator].others]
-        tensors, numbers = invariant(operator, tuple(others), rest[1 + SIGNATURES[operator].others :])
-        return operator(x, weight, scales, bias, *tensors, *numbers)  # type: ignore[no-any-return]
+        first = 1 + SIGNATURES[operator].others
+        others, numbers = invariant(operator, rest[1:first], rest[first:])
+        rest = (*rest[:1], *others, *numbers)
     return operator(x, weight, scales, *rest)  # type: ignore[no-any-return]
 
 

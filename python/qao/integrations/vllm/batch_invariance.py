@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..serving.interface import function_of
+from ..wrapping import wrap
 from .process import replace_functions
 
 _SCHEME = "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16"
@@ -23,26 +24,24 @@ _LINEAR = "vllm.model_executor.kernels.linear"
 def register_w4a16() -> None:
     """Give W4A16 layers qao's kernel, if it takes them, instead of vLLM's dequantization. Idempotent."""
     scheme: Any = sys.modules[_SCHEME].CompressedTensorsWNA16
-    create = function_of(scheme, "create_weights", "layer")
-    if getattr(create, "patched_by_qao", False):
-        return
+    function_of(scheme, "create_weights", "layer")
+    wrap(scheme, "create_weights", _with_kernel)
 
-    @wraps(create)
+
+def _with_kernel(create: Any) -> Any:
     def create_weights(self: Any, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if not getattr(self, "use_batch_invariant", False):
-            return create(self, layer, *args, **kwargs)  # type: ignore[no-any-return]
-        from .kernels import QaoMixedPrecisionKernel
-
-        self.use_batch_invariant = False  # vLLM then asks the linear kernels, of which qao's is the first
+        bypassed = getattr(self, "use_batch_invariant", False)
+        if bypassed:
+            self.use_batch_invariant = False  # vLLM then asks the linear kernels, of which qao's is the first
         create(self, layer, *args, **kwargs)
-        if not isinstance(
-            self.kernel, QaoMixedPrecisionKernel
-        ):  # the parameters are the same with and without a kernel
-            self.use_batch_invariant, self.kernel = True, None
-        return None
+        if bypassed:
+            from .kernels import QaoMixedPrecisionKernel
 
-    create_weights.patched_by_qao = True  # type: ignore[attr-defined]
-    scheme.create_weights = create_weights
+            # The parameters are the same with and without a kernel.
+            if not isinstance(self.kernel, QaoMixedPrecisionKernel):
+                self.use_batch_invariant, self.kernel = True, None
+
+    return create_weights
 
 
 def register_fp8(linear: Any, ours: type) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..._version import __version__
 from ...schemes.base import _host
 from ..serving.interface import function_of
+from ..wrapping import wrap
 from . import PARTS, failed_parts
 
 
@@ -43,14 +44,13 @@ def factors() -> list[str]:
 def register() -> None:
     """Make ``VllmConfig.compute_hash`` include ``factors()``. Idempotent."""
     config: Any = sys.modules["vllm.config.vllm"].VllmConfig
-    own = function_of(config, "compute_hash", "self")
-    if getattr(own, "patched_by_qao", False):
-        return
+    function_of(config, "compute_hash", "self")
+    wrap(config, "compute_hash", _with_factors)
 
-    @wraps(own)
+
+def _with_factors(own: Any) -> Any:
     def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
         found = own(self, *args, **kwargs)
         return hashlib.sha256("\n".join([found, *factors()]).encode()).hexdigest()[: len(found)]
 
-    compute_hash.patched_by_qao = True  # type: ignore[attr-defined]
-    config.compute_hash = compute_hash
+    return compute_hash

@@ -183,8 +183,8 @@ class _Fp8(_Kernel, FP8ScaledMMLinearKernel):  # type: ignore[misc]
         output_shape: Sequence[int],
     ) -> Tensor:
         """GEMM of activations quantized by vLLM: A [M, K]; B [K, N], a view of the weight [N, K]."""
-        y = torch.ops.qao.fp8_scaled_mm.default(A, As, B.t(), Bs, bias, out_dtype, False, MODE.on)
-        return y.view(*output_shape)  # type: ignore[no-any-return]
+        y = ops.fp8_scaled_mm(A, As, B.t(), Bs, bias, out_dtype, False)
+        return y.view(*output_shape)
 
 
 class QaoFp8Kernel(_Fp8):
@@ -250,8 +250,7 @@ class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
         """GEMM of activations quantized by vLLM."""
-        args = A, As, B, Bs, None, self.config.out_dtype, False, MODE.on
-        return torch.ops.qao.fp8_scaled_mm.default(*args)  # type: ignore[no-any-return]
+        return ops.fp8_scaled_mm(A, As, B, Bs, None, self.config.out_dtype, False)
 
 
 class QaoFp8WeightOnlyKernel(_Fp8):
