@@ -146,3 +146,58 @@ def test_tokens_of_the_eager_model(name: str, way: str, device: str) -> None:
     assert torch.equal(generate(model, **options, cache_implementation="static"), expected)
     assert len(expected[0, 9:].unique()) > 1  # a model that repeats one token shows little
     assert way in EAGER or counters["stats"]["unique_graphs"] > 0
+
+
+class Streamed:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, tokens: Tensor) -> None:
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_sequences_end_at_the_same_token(returned: bool, device: str) -> None:
+    """Also on a GPU, where the test for the end is deferred by a step, and the results of that step must not be seen."""
+    model = quantized("llama", device)
+    plain = generate(model, batch=3)
+    ends = plain[:, 9:12].flatten().tolist()  # every sequence has ended after three tokens
+    options: dict[str, Any] = {"eos_token_id": ends, "return_dict_in_generate": returned, "output_logits": returned}
+    expected = generate(model, batch=3, **options)
+    one = generate(model, eos_token_id=ends[:1])
+    if device == "cpu":
+        config = transformers.CompileConfig(backend="eager", mode="default")
+        config._compile_all_devices = True
+        options["compile_config"] = config
+    options["cache_implementation"] = "static"
+    found = generate(model, batch=3, **options)
+    if returned:
+        assert len(found.logits) == len(expected.logits) == found.sequences.shape[1] - 9
+        assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+        found, expected = found.sequences, expected.sequences
+    assert torch.equal(found, expected) and found.shape[1] < plain.shape[1]
+    streamed = Streamed()
+    options |= {"eos_token_id": ends[:1], "return_dict_in_generate": False, "output_logits": False}
+    assert torch.equal(generate(model, streamer=streamed, **options), one)
+    assert streamed.tokens == one[0].tolist() and streamed.ended
+
+
+def test_the_stop_check_is_deferred_for_compiled_quantized_models_on_a_gpu(compiled: list[dict[str, Any]]) -> None:
+    utils = pytest.importorskip("transformers.generation.utils")
+    if not hasattr(utils, "DeferredStopCheck"):
+        pytest.skip("this version of transformers has no deferred stop check")
+    asked, gpu = utils.DeferredStopCheck.is_supported, torch.device("cuda")
+    given = {"cache": None, "cache_is_returned": False, "is_assistant": False}
+    model = quantized("llama", "cpu")
+    model.get_compiled_call(None)
+    assert asked(gpu, **given) and not asked(gpu, **given)  # for this call of generate() alone
+    model.get_compiled_call(None)
+    assert not asked(gpu, **{**given, "is_assistant": True})
+    model_of("llama", "cpu").get_compiled_call(None)
+    assert not asked(gpu, **given)

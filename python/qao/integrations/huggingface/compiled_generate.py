@@ -1,18 +1,24 @@
 """The backend of ``generate()`` with a static cache, which transformers compiles by itself on a GPU.
 
 A quantized model without a ``compile_config`` gets the backend "qao". A given ``compile_config`` stays as it is, and
-so does the generation config, which ``save_pretrained`` writes.
+so does the generation config, which ``save_pretrained`` writes. On a GPU ``generate()`` then tests one step late
+whether all sequences have ended, so that the host prepares a step while the GPU computes the one before.
 """
 
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ...nn.packed_module import PackedModule
 
 _SECONDS = 0.15  # per quantized layer, without Inductor's cache. SmolLM2-135M on one core of a CPU: 35 to 50 for 211.
+# Whether this call of generate() compiles a quantized model.
+_compiles: ContextVar[bool] = ContextVar("compiles", default=False)
 
 
 def with_backend(upstream: Any) -> Any:
@@ -20,6 +26,7 @@ def with_backend(upstream: Any) -> Any:
 
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         layers = sum(isinstance(module, PackedModule) for module in self.modules())
+        _compiles.set(layers > 0)
         if not layers:
             return upstream(self, compile_config)
         first = not hasattr(self, "_compiled_call")
@@ -31,6 +38,21 @@ def with_backend(upstream: Any) -> Any:
         return call
 
     return get_compiled_call
+
+
+def with_deferred_stop(upstream: Any) -> Any:
+    """Wrapper of ``DeferredStopCheck.is_supported``, which ``generate`` calls after ``get_compiled_call``.
+
+    transformers defers its test on MPS alone. Its code is the same for every device.
+    """
+
+    def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
+        if _compiles.get() and device.type == "cuda":
+            device = torch.device("mps")
+        _compiles.set(False)
+        return upstream(device, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return is_supported
 
 
 def _default(model: Any) -> Any:

@@ -21,7 +21,7 @@ from ...quantization.rules import differing
 from ...schemes import Scheme
 from ..imports import register_part
 from ..wrapping import wrap
-from .compiled_generate import with_backend
+from .compiled_generate import with_backend, with_deferred_stop
 from .config import QaoConfig
 from .from_pretrained import from_pretrained as load
 from .from_pretrained import renamed
@@ -35,10 +35,13 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", 
 def register() -> None:
     """Called after transformers has defined its base class of models."""
     from transformers import modeling_utils
+    from transformers.generation import utils
 
     register_part("qao.integrations.huggingface.transformers", "watch_loading")
     wrap(modeling_utils.PreTrainedModel, "from_pretrained", _from_pretrained)
     wrap(modeling_utils.PreTrainedModel, "get_compiled_call", with_backend)
+    if hasattr(utils, "DeferredStopCheck"):  # since transformers 5.17
+        wrap(utils.DeferredStopCheck, "is_supported", with_deferred_stop)
 
 
 def _from_pretrained(upstream: Any) -> Any:
