@@ -414,3 +414,66 @@ def test_norms_with_other_users_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     many = randn(9, 64, seed=1).bfloat16()
     _, seen = compiled(lambda x: linear(norm(x)), many)
     assert not places(seen)
+
+
+QUANTIZED = {
+    "int8_int8": (qao.Int8DynamicActivationInt8Weight(), 3),
+    "fp8_fp8": (qao.Float8DynamicActivationFloat8Weight(), 3),
+    "asymmetric x": (qao.Int8DynamicActivationInt8Weight(symmetric_activations=False), 0),
+    "blocks": (qao.Float8DynamicActivationFloat8Weight(granularity="block"), 0),
+    "int8": (qao.Int8WeightOnly(), 0),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_norms_and_gates_quantize(case: str, dynamic: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, count = QUANTIZED[case]
+    model = NormedBlock(False, False).bfloat16()
+    qao.quantize_(model, scheme, progress=False)
+    model = model.to(device)
+    monkeypatch.setattr("qao.inductor.quantizers.on_gpu", lambda node: True)
+    x = randn(19, 128, seed=1, dtype=torch.bfloat16, device=device)
+    (y, h), seen = compiled(model, x, dynamic=dynamic)
+    fused = {f"one operator of {made} and quantization": at for made, at in (("RMSNorm", 2), ("SiLU gate", 1))}
+    found = {what: len(at) for what, at in seen.replaced.items() if "quantization" in what}
+    assert found == (fused if count else {})
+    with torch.inference_mode():
+        exact = NormedBlock.forward(qao.dequantize_(copy.deepcopy(model)).double(), x.double())
+        eager = model(x)
+    for one, other, right in zip((y, h), eager, exact, strict=True):
+        error, of_eager = ((each.double() - right).norm() for each in (one, other))
+        assert error <= 1.2 * of_eager and of_eager < 0.05 * right.norm()
+
+
+def test_a_norm_that_is_read_elsewhere_quantizes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qao.inductor.quantizers.on_gpu", lambda node: True)
+    norm, linear = Norm(64, False).bfloat16(), nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    qao.quantize_(linear, qao.Int8DynamicActivationInt8Weight(), progress=False)
+    x = randn(3, 64, seed=1).bfloat16()
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = norm(x)
+        return linear(h), h
+
+    (y, h), seen = compiled(both, x)
+    assert not seen.replaced and "RMSNorm and quantization" in next(iter(seen.left))
+    torch.testing.assert_close(y, linear(h), rtol=0, atol=0)
+
+
+def test_a_sum_is_read_in_front_of_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that is made behind the sum: what reads the sum before keeps it."""
+    monkeypatch.setattr("qao.inductor.quantizers.on_gpu", lambda node: True)
+    norm, linear = Norm(64, False).bfloat16(), nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    qao.quantize_(linear, qao.Int8DynamicActivationInt8Weight(), progress=False)
+    x, residual = randn(3, 64, seed=1).bfloat16(), randn(3, 64, seed=2).bfloat16()
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = x + residual
+        before = total.sin()
+        return linear(norm(total)), before, total * 2
+
+    found, seen = compiled(block, x, residual)
+    assert list(seen.replaced) == ["one operator of RMSNorm and quantization"]
+    for one, other in zip(found, block(x, residual), strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=0.02)

@@ -12,9 +12,10 @@ from . import report
 from .attention import replace_attention
 from .norms import fuse_norms
 from .products import merge_products
+from .quantizers import fuse_quantization
 
-_PASSES = replace_attention, merge_products, fuse_norms
-_SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+_PASSES = replace_attention, fuse_quantization, merge_products, fuse_norms
+SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
 class GraphPass(CustomGraphPass):
@@ -30,4 +31,4 @@ class GraphPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """The part of Inductor's cache key that stands for these passes."""
-        return get_hash_for_files(_SOURCES)
+        return get_hash_for_files(SOURCES)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 aten: Any = torch.ops.aten
 _ORIGIN = "nn_module_stack", "stack_trace", "source_fn_stack"
@@ -45,9 +46,23 @@ def rows_of(node: Node) -> int | None:
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
+def alike(*nodes: Node) -> bool:
+    """Whether results have one dtype, and one shape whatever the value of dynamic sizes."""
+    first, *others = map(value, nodes)
+    return all(
+        one.dtype == first.dtype and one.dim() == first.dim() and statically_known_true(sym_eq(one.shape, first.shape))
+        for one in others
+    )
+
+
 def has_hopper(device: torch.device | None = None) -> bool:
     """Whether a GPU, the current one by default, has compute capability 9.0 or higher."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def on_gpu(node: Node) -> bool:
+    """Whether a result is on a GPU of NVIDIA's."""
+    return value(node).device.type == "cuda"
 
 
 def on_hopper(node: Node) -> bool:
@@ -64,6 +79,19 @@ def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwa
     with detect_fake_mode(torch.utils._pytree.tree_leaves((values, keywords))) or nullcontext():
         node.meta["val"] = target(*values, **keywords)
     return node
+
+
+def inserting_behind(graph: Graph, node: Node) -> Any:
+    """The insertion point behind ``node``, and behind all inputs of the graph if it is one."""
+    while node.next.op in ("placeholder", "get_attr"):
+        node = node.next
+    return graph.inserting_before(node.next)
+
+
+def replace_behind(old: Node | None, new: Node) -> None:
+    """Make the users of ``old`` behind ``new`` read ``new``. Users in front of it keep ``old``."""
+    if old is not None:
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user > new)
 
 
 def strip(node: Any, *targets: Any) -> Any:
