@@ -3,7 +3,8 @@
 kernels.py puts qao's operators before vLLM's linear kernels, for checkpoints that vLLM reads. oracles.py does the same
 for fused experts (experts.py, experts_fp8.py). batch_invariance.py does it where vLLM bypasses its kernels. config.py,
 linear.py and own_experts.py add the quantization method "qao" for checkpoints in qao's own format. grouped_experts.py
-is shared by all experts. cache_key.py separates what vLLM compiles with and without qao, loaded.py logs which layers
+is shared by all experts. fusion.py fuses norms and gates with qao's operators in
+the graphs that vLLM compiles, cache_key.py separates these graphs from those without qao, loaded.py logs which layers
 qao serves, and adapter.py has the differences between versions of vLLM.
 
 Nothing here imports vLLM. Each part patches one module of vLLM after any code imports that module, in any order: a part
@@ -23,6 +24,7 @@ __all__ = ["PARTS", "WITHOUT", "failed_parts", "register", "warn_failed"]
 # A module of vLLM, and the module and function of this package to call after its import.
 PARTS = {
     "vllm.config.vllm": "cache_key.register",
+    "vllm.compilation.backends": "fusion.register",
     "vllm.model_executor.kernels.linear": "kernels.register",
     "vllm.model_executor.layers.fused_moe.oracle.int_wna16": "oracles.register_int4",
     "vllm.model_executor.layers.fused_moe.oracle.fp8": "oracles.register_fp8",
@@ -36,6 +38,7 @@ PARTS = {
 # What happens if a part fails.
 WITHOUT = {
     "cache_key.register": "vLLM runs without qao, because the key of its compile cache cannot include qao",
+    "fusion.register": "norms and gates run by themselves in front of qao's operators",
     "kernels.register": "linear layers use vLLM's own kernels",
     "oracles.register_int4": "fused experts of four bits use vLLM's own kernels",
     "oracles.register_fp8": "fused experts in fp8 use vLLM's own kernels",
