@@ -30,7 +30,7 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-COMMANDS = ["quantize", "convert", "inspect", "chat", "generate", "eval", "bench", "doctor"]
+COMMANDS = ["quantize", "convert", "inspect", "chat", "generate", "serve", "eval", "bench", "doctor"]
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 
 
@@ -507,6 +507,32 @@ def test_compiled_answers(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(torch, "compile", fail)
     assert main(["generate", str(llama), "Hello", "--compile"]) == 1
     assert "LlamaForCausalLM cannot be compiled; use --no-compile: RuntimeError: no compiler" in capsys.readouterr().err
+
+
+def test_serve_is_transformers_server(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = pytest.importorskip("transformers.cli.transformers")
+
+    class UsageError(Exception):
+        pass
+
+    calls: list[list[str]] = []
+    errors = [UsageError("No such option '--fast'.\n\nMany lines"), ImportError("no fastapi"), None]
+
+    def app(arguments: list[str], **options: Any) -> None:
+        calls.append(arguments)
+        if (error := errors[len(calls) - 1]) is not None:
+            raise error
+
+    monkeypatch.setattr(commands, "app", app)
+    assert main(["serve", str(llama), "--fast"]) == 2
+    assert capsys.readouterr().err == "qao: error: No such option '--fast'. (see transformers serve --help)\n"
+    assert main(["serve", str(llama)]) == 1
+    assert 'pip install "transformers[serving]>=5"' in capsys.readouterr().err
+    assert main(["serve", str(llama), "--port", "8001"]) == 0
+    assert calls == [["serve", str(llama), *more] for more in (["--fast"], [], ["--port", "8001"])]
+    assert main(["serve", str(llama / "none")]) == 1
 
 
 def test_eval(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from .._version import __version__
-from . import bench, chat, convert, doctor, eval, generate, inspect, quantize
+from . import bench, chat, convert, doctor, eval, generate, inspect, quantize, serve
 from .common import Failure, one_line
 from .interrupt import Terminated, interruptible
 from .paths import check_paths
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"qao {__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
-    for module in (quantize, convert, inspect, chat, generate, eval, bench, doctor):
+    for module in (quantize, convert, inspect, chat, generate, serve, eval, bench, doctor):
         module.add(commands)
     return top
 
