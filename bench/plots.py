@@ -17,6 +17,7 @@ from .meta import RESULTS, ROOT
 from .ratios import BEST_PEER, BF16, mean_ratio
 from .result_files import read
 from .schemes import SCHEMES
+from .serving.tables import speedups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "docs" / "plots"
 DECODERS = "llama"  # bench/llama.py
 UNMODIFIED = "generate"  # bench/generate.py
-WORDS = (*SCHEMES, DECODERS, UNMODIFIED)  # results files with plots
-TRACKED = (("h200", UNMODIFIED),)  # in FOLDER
+ENGINES = "vllm", "sglang"  # bench/serving
+WORDS = (*SCHEMES, DECODERS, UNMODIFIED, *ENGINES)  # results files with plots
+TRACKED = (("h200", UNMODIFIED), ("h200", "vllm"))  # in FOLDER
 _COLUMNS = 3
 _OURS, _BF16, _FLOOR = "#0b5fb0", "#222222", "#999999"
 _STYLE = {
@@ -58,6 +60,8 @@ def draw_file(path: Path, target: Path) -> None:
         draw_decoders(read(path), target)
     elif path.stem == UNMODIFIED:
         draw_unmodified(read(path), target)
+    elif path.stem in ENGINES:
+        draw_served(read(path), target)
     else:
         draw(path.stem, read(path), target)
 
@@ -102,6 +106,23 @@ def draw_unmodified(results: dict[str, Any], target: Path) -> None:
             panel.set_xlim(0, 1.25 * max(row["tokens_s"] for row in rows))
         about = f"an unmodified transformers model, batch {first['batch']}"
         figure.suptitle(f"{first['model']}, {about}: tokens a second on one {results['meta']['device']}")
+
+
+def draw_served(results: dict[str, Any], target: Path) -> None:
+    """One panel per model: tokens per second of decoding, times those of the engine's own kernels, by requests."""
+    found = speedups(results)
+    with _panels(target, 1, len(found), 3.4, 2.6) as (figure, panels):
+        for panel, (model, lines) in zip(panels, found.items(), strict=True):
+            for (checkpoint, points), color in zip(lines.items(), (_OURS, *_PEERS), strict=False):
+                panel.plot(*zip(*points, strict=True), color=color, linewidth=1.6, marker="o", markersize=3)
+                panel.plot([], [], color=color, label=checkpoint)
+            panel.axhline(1, color=_FLOOR, linewidth=1)
+            panel.set(xscale="log", title=model, ylim=(0.8, None))
+            _tokens_axis(panel, sorted({requests for points in lines.values() for requests, _ in points}))
+            panel.set_xlabel("requests at once")
+            panel.legend(frameon=False)
+        panels[0].set_ylabel("times faster with qao")
+        figure.suptitle(f"Decoding on one {results['meta']['device']}")
 
 
 def _bars(panel: Axes, title: str, speeds: dict[str, float], labels: bool) -> None:

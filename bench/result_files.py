@@ -11,6 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ Results = dict[str, Any]  # {"meta": {...}, "rows": [{...}, ...]}
 def write(results: Results, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps(results))
-    print(f"\nwrote {path}")
+    _announce(path)
+
+
+@cache
+def _announce(path: Path) -> None:
+    """Say once where results go, however often they are written."""
+    print(f"writing {path}", flush=True)
 
 
 def read(path: Path) -> Results:

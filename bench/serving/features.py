@@ -51,8 +51,8 @@ def _after_sleep(engine: Engine, prompts: Prompts, config: Any, folder: Path) ->
 def _after_reload(engine: Engine, prompts: Prompts, config: Any, folder: Path) -> Answer:
     """The captured CUDA graphs must use the weights that were loaded in place."""
     ask(engine, prompts)
-    seconds = engine("reload")["seconds"]
-    return ask(engine, prompts) | {"reload_s": seconds}
+    found = engine("reload")
+    return ask(engine, prompts) | {"reload_s": found["seconds"], "refit_s": found["refit_s"]}
 
 
 def _with_adapter(engine: Engine, prompts: Prompts, config: Any, folder: Path) -> Answer:

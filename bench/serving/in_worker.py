@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 
@@ -18,3 +20,17 @@ def memory(_: Any) -> dict[str, Any]:
     import torch
 
     return {"peak_mib": torch.cuda.max_memory_allocated() / 2**20, "device": torch.cuda.get_device_name()}
+
+
+def refit(worker: Any, folder: str) -> float:
+    """Seconds of loading a checkpoint's weights again in place, from tensors on the GPU."""
+    import torch
+    from safetensors.torch import load_file
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    tensors = [item for file in files for item in load_file(file, device="cuda").items()]
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    worker.reload_weights(weights_iterator=iter(tensors))
+    torch.cuda.synchronize()
+    return time.perf_counter() - started

@@ -15,7 +15,7 @@ import traceback
 from multiprocessing.connection import Client
 from typing import Any
 
-from .in_worker import kernels_of, memory
+from .in_worker import kernels_of, memory, refit
 
 Prompts = list[list[int]]
 
@@ -30,6 +30,7 @@ class Vllm:
         from vllm import LLM
 
         self.import_s = time.perf_counter() - started
+        self.folder = options["model"]
         self.llm = LLM(skip_tokenizer_init=True, seed=0, max_logprobs=64, **options)
         self.start_s = time.perf_counter() - started
 
@@ -81,10 +82,11 @@ class Vllm:
         return {}
 
     def reload(self) -> dict[str, Any]:
-        """Load the checkpoint's weights again in place, as after an update of the files."""
+        """Load the checkpoint's weights again in place: from the files, and from tensors on the GPU."""
         started = time.perf_counter()
         self.llm.collective_rpc("reload_weights")
-        return {"seconds": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "refit_s": max(self.llm.collective_rpc(refit, args=(self.folder,)))}
 
 
 class Sglang:

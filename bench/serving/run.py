@@ -15,10 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any
 
 import torch
@@ -33,6 +35,33 @@ from .engine import Engine, EngineError, start_all
 from .features import FEATURES, Feature
 
 Row = dict[str, Any]
+
+
+class _Quiet:
+    """Engines that start, many at once, or a measurement, alone."""
+
+    def __init__(self) -> None:
+        self._changed, self._starting = Condition(), 0
+
+    @contextmanager
+    def start(self) -> Iterator[None]:
+        with self._changed:
+            self._starting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._starting)
+            yield
+
+
+_QUIET = _Quiet()
 OWN_KERNELS, QAO, REFERENCE = "own", "qao", "bf16 of the same values"
 BATCHES = (1, 8, 32, 64, 128, 256)
 PREFILLS = ("1x2048", "8x2048", "32x512")
@@ -58,7 +87,7 @@ def add_arguments(command: argparse.ArgumentParser, engine: str) -> None:
     if engine == "vllm":
         command.add_argument("--features", nargs="*", choices=FEATURES, metavar="NAME", help="run these, without times")
     command.add_argument(
-        "--parallel", type=int, default=1, metavar="N", help="checkpoints or features at once, untimed"
+        "--parallel", type=int, default=1, metavar="N", help="checkpoints or features at once, but for the timing"
     )
     command.add_argument("--folder", type=Path, help="where checkpoints are written and kept; default: a temporary one")
     command.add_argument("--logs", type=Path, default=Path("build/engines"), help="folder of the engines' output")
@@ -69,7 +98,7 @@ def add_arguments(command: argparse.ArgumentParser, engine: str) -> None:
 
 
 def run(arguments: argparse.Namespace, path: Path) -> None:
-    """Measure, print one line per cell, and write the results after each checkpoint."""
+    """Measure, print one line per cell, and write the results after each of them."""
     import transformers
 
     _ = transformers.AutoConfig, transformers.AutoModelForCausalLM  # imported lazily, which threads must not do at once
@@ -83,13 +112,14 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
             if time.perf_counter() - began > arguments.budget:
                 print("no time left for a part", flush=True)
                 return
-            found = [_dated(meta, row) for row in part()]
-            with writing:  # a thread must not write over the rows of another
-                rows.update((_key(row), row) for row in found)
-                write({"meta": meta, "rows": list(rows.values())}, path)
+            for row in map(partial(_dated, meta), part()):
+                with writing:  # a thread must not write over the rows of another
+                    rows[_key(row)] = row
+                    write({"meta": meta, "rows": list(rows.values())}, path)
 
         for _ in pool.map(measure, _parts(arguments, folder)):
             pass
+    write({"meta": meta, "rows": list(rows.values())}, path)  # also without rows
 
 
 def _parts(arguments: argparse.Namespace, folder: Path) -> list[Callable[[], Iterator[Row]]]:
@@ -153,10 +183,11 @@ def _start(
 def _measure(arguments: argparse.Namespace, folder: Path, checkpoint: str) -> Iterator[Row]:
     config = config_of(arguments.model, arguments.layers)
     about, written = _about(arguments, config, checkpoint), partial(write_checkpoint, folder, config, checkpoint)
-    paths = dict.fromkeys(arguments.contenders, written(arguments.device))
-    if arguments.reference and checkpoint != BF16:
-        paths[REFERENCE] = written(arguments.device, dense=True)
-    engines, errors = _start(arguments, config, paths, f"{checkpoint}-{{}}.log")
+    with _QUIET.start():
+        paths = dict.fromkeys(arguments.contenders, written(arguments.device))
+        if arguments.reference and checkpoint != BF16:
+            paths[REFERENCE] = written(arguments.device, dense=True)
+        engines, errors = _start(arguments, config, paths, f"{checkpoint}-{{}}.log")
     for name, error in errors.items():
         print(f"{checkpoint:<14} {name:<10} {error}", flush=True)
     try:
@@ -166,8 +197,9 @@ def _measure(arguments: argparse.Namespace, folder: Path, checkpoint: str) -> It
             kernels = ", ".join(f"{count} {kind}" for kind, count in said.get("kernels", {}).items())
             yield about | {"contender": name, "measure": "start", "kernels": kernels} | kept
         timed = {name: engine for name, (engine, _) in engines.items() if name != REFERENCE}
-        for row in (*_compare(checkpoint, engines, config), *_time(arguments, timed, config)):
-            yield about | row
+        with _QUIET.measure():
+            for row in chain(_compare(checkpoint, engines, config), _time(arguments, timed, config)):
+                yield about | row
     except EngineError as error:
         print(f"{checkpoint:<14} {error}", flush=True)
     finally:
@@ -192,14 +224,15 @@ def _feature(arguments: argparse.Namespace, folder: Path, checkpoint: str, name:
     about = _about(arguments, config, checkpoint) | {"measure": "feature", "feature": name}
     for contender in arguments.contenders:
         row = about | {"contender": contender, "failed": errors.get(contender, "")}
-        row |= {"reload_s": answers.get(contender, {}).get("reload_s")}
+        row |= {name: answers.get(contender, {}).get(name) for name in ("reload_s", "refit_s")}
         if contender != OWN_KERNELS and {contender, OWN_KERNELS} <= answers.keys():
             ours, theirs = answers[contender], answers[OWN_KERNELS]
             if feature.logprobs:
                 row |= logprobs.distance(ours, theirs)._asdict()
             else:
                 row["same_choice"] = logprobs.same_tokens(ours, theirs)
-        said = {key: row.get(key) for key in ("mean", "p99", "same_choice", "reload_s", "failed") if row.get(key)}
+        shown = ("mean", "p99", "same_choice", "reload_s", "refit_s", "failed")
+        said = {key: row[key] for key in shown if row.get(key)}
         print(f"{checkpoint:<14} {name:<22} {contender:<6} {said}", flush=True)
         yield row
 

@@ -31,6 +31,18 @@ def render(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def speedups(results: Results) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """By model and checkpoint: numbers of requests, and tokens per second of decoding over those without qao."""
+    rows = [row for row in results["rows"] if row["measure"] == "decode" and row["model"] not in SMALL]
+    speeds = {(row["model"], row["checkpoint"], row["contender"], row["requests"]): row["tokens_s"] for row in rows}
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for (model, checkpoint, contender, requests), speed in speeds.items():
+        base = speeds.get((model, checkpoint, OWN_KERNELS, requests))
+        if contender == QAO and base is not None:
+            found.setdefault(model, {}).setdefault(checkpoint, []).append((requests, speed / base))
+    return found
+
+
 def render_layouts(results: Results) -> str:
     """Mean difference of log-probabilities from a bfloat16 model of the same values, by kernel and checkpoint."""
     rows = [row for row in results["rows"] if row["model"] in SMALL]
