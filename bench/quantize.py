@@ -28,9 +28,9 @@ class Case(NamedTuple):
 CASES = (
     Case("int8_quantize", 1, lambda x: qao.int8_quantize(x, True)),
     Case("int8_quantize asymmetric", 1, lambda x: qao.int8_quantize(x, False)),
-    Case("fp8_quantize per row", 1, lambda x: qao.fp8_quantize(x, -1, None)),
-    Case("fp8_quantize per 128 columns", 1, lambda x: qao.fp8_quantize(x, 128, None)),
-    Case("fp8_quantize per tensor", 1, lambda x: qao.fp8_quantize(x, 0, None), passes=2),
+    Case("fp8_quantize per row", 1, lambda x: qao.fp8_quantize(x, None, -1)),
+    Case("fp8_quantize per 128 columns", 1, lambda x: qao.fp8_quantize(x, None, 128)),
+    Case("fp8_quantize per tensor", 1, lambda x: qao.fp8_quantize(x, None, 0), passes=2),
     Case("rms_norm_quantize int8", 1, lambda w, x: qao.rms_norm_quantize(x, w, 1e-6, _INT8), weight=True),
     Case("rms_norm_quantize fp8", 1, lambda w, x: qao.rms_norm_quantize(x, w, 1e-6, _FP8), weight=True),
     Case("add_rms_norm_quantize int8", 2, lambda w, *x: qao.add_rms_norm_quantize(*x, w, 1e-6, _INT8), weight=True),

@@ -49,7 +49,7 @@ def _kernel(weights: Any, copies: int, layer: qao.QuantLinear, floor: float) -> 
         return None
     fault = torch.zeros(1, dtype=torch.int32, device="cuda")
     q, scales = layer.qweight, layer.scales
-    graph = Graph(lambda: qao.ops.quantize_weight_(next(weights)[0], *one_pass, q, scales, fault), copies, floor)
+    graph = Graph(lambda: qao.ops.quantize_weight_(next(weights)[0], q, scales, fault, None, *one_pass), copies, floor)
     return replayed([graph], SECONDS["cuda"])[0]
 
 

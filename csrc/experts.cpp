@@ -45,9 +45,9 @@ std::tuple<Tensor, Tensor, Tensor> expert_sort(const Tensor& experts_tensor, int
   return {offsets, row_index, places};
 }
 
-std::tuple<Tensor, Tensor> expert_topk(const Tensor& logits_tensor, int64_t top_k, bool sigmoid,
-                                       const std::optional<Tensor>& bias_tensor, bool normalized, double factor,
-                                       int64_t groups, int64_t top_groups) {
+std::tuple<Tensor, Tensor> expert_topk(const Tensor& logits_tensor, const std::optional<Tensor>& bias_tensor,
+                                       int64_t top_k, bool sigmoid, bool normalized, double factor, int64_t groups,
+                                       int64_t top_groups) {
   Op op("expert_topk");
   const Argument logits("logits", logits_tensor);
   op.involve(&logits);
@@ -129,7 +129,7 @@ Tensor expert_sum(const Tensor& rows_tensor, const Tensor& places_tensor, const 
 constexpr Operator kOperators[] = {
     operator_of<"expert_sort", expert_sort>("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)"),
     operator_of<"expert_topk", expert_topk>(
-        "expert_topk(Tensor logits, int top_k, bool sigmoid, Tensor? bias, bool normalized, float factor, "
+        "expert_topk(Tensor logits, Tensor? bias, int top_k, bool sigmoid, bool normalized, float factor, "
         "int groups=1, int top_groups=1) -> (Tensor, Tensor)"),
     operator_of<"expert_sum", expert_sum>("expert_sum(Tensor rows, Tensor places, Tensor weights) -> Tensor"),
 };

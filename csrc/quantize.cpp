@@ -127,8 +127,8 @@ std::tuple<Tensor, Tensor, Tensor> int8_quantize(const Tensor& x_tensor, bool sy
   return {result.q, result.scales, result.zeros};
 }
 
-std::tuple<Tensor, Tensor> fp8_quantize(const Tensor& x_tensor, int64_t group_size,
-                                        const std::optional<Tensor>& scale_tensor) {
+std::tuple<Tensor, Tensor> fp8_quantize(const Tensor& x_tensor, const std::optional<Tensor>& scale_tensor,
+                                        int64_t group_size) {
   Op op("fp8_quantize");
   const Argument x("x", x_tensor);
   op.involve(&x);
@@ -227,7 +227,7 @@ constexpr Operator kOperators[] = {
         "int8_quantize(Tensor x, bool symmetric, int rotation=0) -> (Tensor, Tensor, Tensor)"),
     operator_of<"hadamard", hadamard>("hadamard(Tensor x, int size) -> Tensor"),
     operator_of<"fp8_quantize", fp8_quantize>(
-        "fp8_quantize(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)"),
+        "fp8_quantize(Tensor x, Tensor? scale, int group_size) -> (Tensor, Tensor)"),
     operator_of<"add_rms_norm", add_rms_norm>(
         "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps) -> (Tensor, Tensor)"),
     operator_of<"silu_mul", silu_mul>("silu_mul(Tensor gate, Tensor up) -> Tensor"),

@@ -18,10 +18,10 @@ void check_weight(const Op& op, const Argument& weight) {
            "Check weight.shape");
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups(const Tensor& weight_tensor, int64_t group_size,
-                                                           ScalarType dtype, bool symmetric, ScalarType scale_dtype,
-                                                           std::vector<double> factors,
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups(const Tensor& weight_tensor,
                                                            const std::optional<Tensor>& importance_tensor,
+                                                           int64_t group_size, ScalarType dtype, bool symmetric,
+                                                           ScalarType scale_dtype, std::vector<double> factors,
                                                            bool whole_zeros, int64_t rounds) {
   Op op("quantize_groups");
   const Argument weight("weight", weight_tensor);
@@ -142,8 +142,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp4(const Tensor& weight_ten
 
 constexpr Operator kOperators[] = {
     operator_of<"quantize_groups", quantize_groups>(
-        "quantize_groups(Tensor weight, int group_size, ScalarType dtype, bool symmetric, ScalarType scale_dtype, "
-        "float[] factors, Tensor? importance=None, bool whole_zeros=False, int rounds=0) -> (Tensor, Tensor, Tensor, "
+        "quantize_groups(Tensor weight, Tensor? importance, int group_size, ScalarType dtype, bool symmetric, "
+        "ScalarType scale_dtype, float[] factors, bool whole_zeros=False, int rounds=0) -> (Tensor, Tensor, Tensor, "
         "Tensor)"),
     operator_of<"quantize_blocks", quantize_blocks>(
         "quantize_blocks(Tensor weight, int rows, int columns) -> (Tensor, Tensor, Tensor)"),

@@ -161,9 +161,9 @@ weight::Arguments arguments_of(const Rows& source, const Argument& q, const Argu
   return arguments;
 }
 
-void quantize_weight_in_place(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns,
-                              bool symmetric, bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor,
-                              const Tensor& fault_tensor, const std::optional<Tensor>& largest_tensor) {
+void quantize_weight_in_place(const Tensor& weight_tensor, const Tensor& q_tensor, const Tensor& scales_tensor,
+                              const Tensor& fault_tensor, const std::optional<Tensor>& largest_tensor, ScalarType dtype,
+                              int64_t rows, int64_t columns, bool symmetric, bool whole_zeros) {
   Op op("quantize_weight_");
   const Argument weight("weight", weight_tensor), q("q", q_tensor), scales("scales", scales_tensor);
   const Argument fault("fault", fault_tensor);
@@ -203,8 +203,8 @@ void quantize_weight_in_place(const Tensor& weight_tensor, ScalarType dtype, int
 #endif
 }
 
-Tensor load_weight(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns, bool symmetric,
-                   bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor, double limit) {
+Tensor load_weight(const Tensor& weight_tensor, const Tensor& q_tensor, const Tensor& scales_tensor, ScalarType dtype,
+                   int64_t rows, int64_t columns, bool symmetric, bool whole_zeros, double limit) {
   Op op("load_weight_");
   const Argument weight("weight", weight_tensor), q("q", q_tensor), scales("scales", scales_tensor);
   op.involve(&weight), op.involve(&q), op.involve(&scales);
@@ -263,11 +263,11 @@ Tensor largest_magnitude(const Tensor& weight_tensor) {
 
 constexpr Operator kOperators[] = {
     operator_of<"quantize_weight_", quantize_weight_in_place>(
-        "quantize_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
-        "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) fault, Tensor? largest=None) -> ()"),
+        "quantize_weight_(Tensor weight, Tensor(a!) q, Tensor(b!) scales, Tensor(c!) fault, Tensor? largest, "
+        "ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros) -> ()"),
     operator_of<"load_weight_", load_weight>(
-        "load_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
-        "Tensor(a!) q, Tensor(b!) scales, float limit) -> Tensor"),
+        "load_weight_(Tensor weight, Tensor(a!) q, Tensor(b!) scales, ScalarType dtype, int rows, int columns, bool "
+        "symmetric, bool whole_zeros, float limit) -> Tensor"),
     operator_of<"largest_magnitude", largest_magnitude>("largest_magnitude(Tensor weight) -> Tensor"),
 };
 

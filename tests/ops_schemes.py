@@ -57,7 +57,7 @@ class Activation:
         """By the operators."""
         if self.format == "int8":
             return torch.ops.qao.int8_quantize(x, self.symmetric)
-        return torch.ops.qao.fp8_quantize(x, self.group_size, self.scale(x.device))
+        return torch.ops.qao.fp8_quantize(x, self.scale(x.device), self.group_size)
 
     def quantize_by_definition(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.format == "int8":

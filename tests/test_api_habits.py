@@ -205,7 +205,7 @@ def test_the_functions_are_the_operators() -> None:
     sizes = 32, 64, 32
     w8, scale8 = torch.randint(-127, 128, (32, 64), dtype=torch.int8), torch.rand(32)
     x8, x8_scales, x8_zeros = qao.ops.int8_quantize(x, False)
-    f8, f8_scales = qao.ops.fp8_quantize(x, -1, None)
+    f8, f8_scales = qao.ops.fp8_quantize(x, None, -1)
     bias, sums = torch.rand(32), torch.rand(32)
     w_fp8 = torch.randn(32, 64).to(torch.float8_e4m3fn)
     calls: dict[str, tuple[Any, ...]] = {
@@ -216,7 +216,7 @@ def test_the_functions_are_the_operators() -> None:
         "int8_embedding": (torch.tensor([0, 3], dtype=torch.int32), w8, scale8, torch.float16),
         "hadamard": (x, 32),
         "int8_quantize": (x, True, 64),
-        "fp8_quantize": (x, 0, torch.tensor([0.01])),
+        "fp8_quantize": (x, torch.tensor([0.01]), 0),
         "rms_norm_quantize": (x, weight, 1e-3, torch.int8),
         "add_rms_norm_quantize": (x, x + 1, weight, 1e-3, torch.float8_e4m3fn),
         "silu_mul_quantize": (x, x + 1, torch.int8),

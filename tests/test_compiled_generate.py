@@ -164,7 +164,7 @@ class Streamed:
 
 @pytest.mark.parametrize("returned", [False, True])
 def test_sequences_end_at_the_same_token(returned: bool, device: str) -> None:
-    """Also on a GPU, where the test for the end is deferred by a step, and the results of that step must not be seen."""
+    """Also on a GPU, where the test for the end is deferred by a step, and no result of that step may be seen."""
     model = quantized("llama", device)
     plain = generate(model, batch=3)
     ends = plain[:, 9:12].flatten().tolist()  # every sequence has ended after three tokens

@@ -52,7 +52,7 @@ def int8_scaled_arguments(device: str) -> Arguments:
 
 
 def fp8_scaled_arguments(device: str) -> Arguments:
-    x, x_scales = torch.ops.qao.fp8_quantize(activation(device), -1, None)
+    x, x_scales = torch.ops.qao.fp8_quantize(activation(device), None, -1)
     return bytes_of(F8, device, x=x, x_scales=x_scales, out_dtype=torch.bfloat16, fast_accum=False)
 
 

@@ -40,9 +40,9 @@ def scores_of(logits: Tensor, sigmoid: bool) -> Tensor:
 def check(
     result: tuple[Tensor, Tensor],
     logits: Tensor,
+    bias: Tensor | None,
     top_k: int,
     sigmoid: bool,
-    bias: Tensor | None,
     normalized: bool,
     factor: float,
     groups: int,
@@ -88,7 +88,7 @@ def test_the_best(
     tokens, experts, top_k, *groups = sizes
     logits = randn(tokens, experts, dtype=dtype, device=device) * 3
     bias = randn(experts, dtype=dtype, device=device, seed=1) * 0.1 if with_bias else None
-    rest: tuple[Any, ...] = (top_k, sigmoid, bias, normalized, 2.5, *groups)
+    rest: tuple[Any, ...] = (bias, top_k, sigmoid, normalized, 2.5, *groups)
     result = OPS.expert_topk(logits, *rest)
     check(result, logits, *rest)
     assert all(torch.equal(a, b) for a, b in zip(result, OPS.expert_topk(logits, *rest), strict=True))
@@ -99,33 +99,33 @@ def test_the_best(
 @pytest.mark.parametrize("sigmoid", (False, True))
 def test_of_equals_the_lowest_comes_first(sigmoid: bool, device: str) -> None:
     logits = torch.randint(0, 3, (200, 64), generator=generator(0)).float().to(device)
-    chosen, _ = OPS.expert_topk(logits, 20, sigmoid, None, True, 1.0)
+    chosen, _ = OPS.expert_topk(logits, None, 20, sigmoid, True, 1.0)
     assert torch.equal(chosen, logits.sort(stable=True, descending=True).indices[:, :20])
-    chosen, _ = OPS.expert_topk(torch.zeros(3, 64, device=device), 10, sigmoid, None, True, 1.0, 8, 3)
+    chosen, _ = OPS.expert_topk(torch.zeros(3, 64, device=device), None, 10, sigmoid, True, 1.0, 8, 3)
     assert torch.equal(chosen, torch.arange(10, device=device).expand(3, -1))
 
 
 def test_not_finite_numbers_and_vanishing_sums(device: str) -> None:
     logits = torch.zeros(5, 40)
     logits[0, 7], logits[1, 9], logits[2], logits[3, 2] = math.nan, math.inf, -1e30, -math.inf
-    chosen, weights = (t.cpu() for t in OPS.expert_topk(logits.to(device), 3, True, None, True, 1.0))
+    chosen, weights = (t.cpu() for t in OPS.expert_topk(logits.to(device), None, 3, True, True, 1.0))
     assert chosen.tolist() == [[7, 0, 1], [9, 0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2]]
     assert weights[0].isnan().all() and weights[1:].isfinite().all() and not weights[2].any()
     torch.testing.assert_close(weights[1], torch.tensor([0.5, 0.25, 0.25]))
-    chosen, weights = (t.cpu() for t in OPS.expert_topk(logits.to(device), 3, False, None, True, 1.0))
+    chosen, weights = (t.cpu() for t in OPS.expert_topk(logits.to(device), None, 3, False, True, 1.0))
     assert weights[:2].isnan().all() and weights[2:].isfinite().all() and (chosen < 40).all() and (chosen >= 0).all()
 
 
 def test_as_models_route(device: str) -> None:
     """Qwen3-MoE, GPT-OSS and DeepSeek-V3 as they write it, of numbers without near ties."""
     logits = torch.stack([torch.randperm(64, generator=generator(s)) for s in range(50)]).float().to(device) / 8 - 4
-    chosen, weights = OPS.expert_topk(logits, 6, False, None, True, 1.0)
+    chosen, weights = OPS.expert_topk(logits, None, 6, False, True, 1.0)
     values, indices = logits.softmax(-1).topk(6)
     assert torch.equal(chosen, indices)
     torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True))
     torch.testing.assert_close(weights, logits.topk(6).values.softmax(-1))  # GPT-OSS
     bias = torch.linspace(0.5, 1, 64, device=device)
-    chosen, weights = OPS.expert_topk(logits, 6, True, bias, True, 2.5, 8, 4)
+    chosen, weights = OPS.expert_topk(logits, bias, 6, True, True, 2.5, 8, 4)
     scores = logits.sigmoid()
     choice = scores + bias
     kept = choice.view(-1, 8, 8).topk(2).values.sum(-1).topk(4).indices
@@ -143,11 +143,11 @@ def test_gradients(sigmoid: bool, normalized: bool, device: str) -> None:
     grad = randn(9, 4, dtype=torch.float32, device=device, seed=1)
 
     def route(logits: Tensor) -> Tensor:
-        chosen, weights = qao.ops.expert_topk(logits, 4, sigmoid, None, normalized, 2.5)
+        chosen, weights = qao.ops.expert_topk(logits, None, 4, sigmoid, normalized, 2.5)
         return weights + 0 * chosen
 
     truth = logits.double().requires_grad_()
-    some = scores_of(truth, sigmoid).gather(1, OPS.expert_topk(logits, 4, sigmoid, None, normalized, 2.5)[0])
+    some = scores_of(truth, sigmoid).gather(1, OPS.expert_topk(logits, None, 4, sigmoid, normalized, 2.5)[0])
     ((some / some.sum(1, keepdim=True) if normalized else some) * 2.5).backward(grad.double())
     assert truth.grad is not None
     for call in (route, torch.compile(route, fullgraph=True, backend="aot_eager")):
@@ -160,21 +160,21 @@ def test_gradients(sigmoid: bool, normalized: bool, device: str) -> None:
 def test_opcheck(device: str) -> None:
     bias = torch.rand(32, device=device)
     for tokens in (0, 5):
-        arguments = (randn(tokens, 32, dtype=torch.bfloat16, device=device), 4, True, bias, True, 2.5, 8, 4)
+        arguments = (randn(tokens, 32, dtype=torch.bfloat16, device=device), bias, 4, True, True, 2.5, 8, 4)
         torch.library.opcheck(OPS.expert_topk.default, arguments, test_utils=UTILITIES)
 
 
 def test_errors(device: str) -> None:
-    logits, rest = torch.rand(5, 32, device=device), (True, None, True, 1.0)
+    logits, rest = torch.rand(5, 32, device=device), (True, True, 1.0)
     for call, message in (
-        (lambda: OPS.expert_topk(logits.int(), 4, *rest), "logits"),
-        (lambda: OPS.expert_topk(logits[0], 4, *rest), r"logits must have shape \[tokens, experts\]"),
-        (lambda: OPS.expert_topk(logits, 0, *rest), "top_k must be from 1"),
-        (lambda: OPS.expert_topk(logits, 33, *rest), "top_k must be from 1"),
-        (lambda: OPS.expert_topk(logits, 9, *rest, 8, 2), "top_k must be from 1"),
-        (lambda: OPS.expert_topk(logits, 4, *rest, 5, 1), "as many in each of up to 32 groups"),
-        (lambda: OPS.expert_topk(logits, 4, *rest, 8, 9), "top_groups are chosen"),
-        (lambda: OPS.expert_topk(logits, 4, True, logits[0, :7], True, 1.0), "bias must have one number"),
+        (lambda: OPS.expert_topk(logits.int(), None, 4, *rest), "logits"),
+        (lambda: OPS.expert_topk(logits[0], None, 4, *rest), r"logits must have shape \[tokens, experts\]"),
+        (lambda: OPS.expert_topk(logits, None, 0, *rest), "top_k must be from 1"),
+        (lambda: OPS.expert_topk(logits, None, 33, *rest), "top_k must be from 1"),
+        (lambda: OPS.expert_topk(logits, None, 9, *rest, 8, 2), "top_k must be from 1"),
+        (lambda: OPS.expert_topk(logits, None, 4, *rest, 5, 1), "as many in each of up to 32 groups"),
+        (lambda: OPS.expert_topk(logits, None, 4, *rest, 8, 9), "top_groups are chosen"),
+        (lambda: OPS.expert_topk(logits, logits[0, :7], 4, True, True, 1.0), "bias must have one number"),
     ):
         with pytest.raises(RuntimeError, match=message):
             call()

@@ -425,8 +425,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("case", QUANTIZED)
+@pytest.mark.parametrize(("case", "dynamic"), [*((case, False) for case in QUANTIZED), ("int8_int8", True)])
 def test_norms_and_gates_quantize(case: str, dynamic: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, count = QUANTIZED[case]
     model = NormedBlock(False, False).bfloat16()

@@ -34,7 +34,7 @@ def random_weight(n: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def int4(weight: Tensor, group: int, symmetric: bool, whole: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     q, scales, zeros, _ = weight_ops.quantize_groups(
-        weight, group, torch.uint8, symmetric, scale_dtype, [1.0], whole_zeros=whole
+        weight, None, group, torch.uint8, symmetric, scale_dtype, [1.0], whole_zeros=whole
     )
     return weight_ops.pack_int4(q, scales, None if symmetric else zeros, group)
 
@@ -44,7 +44,7 @@ def in_place(weight: Tensor, like: tuple[Tensor, ...], *one_pass: Any) -> tuple[
     q, scales = (torch.full_like(one.view(torch.int8) if one.dtype == F8 else one, 77) for one in like)
     fault = torch.zeros(1, dtype=torch.int32)
     out = tuple(one.to(weight.device) for one in (q, scales, fault))
-    weight_ops.quantize_weight_(weight, *one_pass, *out)
+    weight_ops.quantize_weight_(weight, *out, None, *one_pass)
     return out
 
 
@@ -69,7 +69,7 @@ def test_int4(n: int, k: int, group: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bytes(n: int, k: int, dtype: torch.dtype, device: str) -> None:
     weight = random_weight(n, k, dtype)
-    q, scales, _, _ = weight_ops.quantize_groups(weight, k, torch.int8, True, torch.float32, [1.0])
+    q, scales, _, _ = weight_ops.quantize_groups(weight, None, k, torch.int8, True, torch.float32, [1.0])
     expected = q, scales.flatten()
     *got, fault = in_place(weight.to(device), expected, torch.int8, 1, k, True, False)
     assert same(tuple(got), expected) and not fault.item()
@@ -186,15 +186,15 @@ def test_what_is_refused(device: str) -> None:
         q, scales = torch.full_like(packed.qweight, 77), torch.full_like(packed.scales, 77)
         fault = torch.ones(1, dtype=torch.int32, device=device)
         before = q.clone(), scales.clone()
-        weight_ops.quantize_weight_(weight, *kind, q, scales, fault)
+        weight_ops.quantize_weight_(weight, q, scales, fault, None, *kind)
         assert same((q, scales), tuple(one.cpu() for one in before)), kind
         for spoilt in (weight * 1.01, weight.clone().fill_(float("nan")), weight.clone().fill_(-float("inf"))):
-            assert not weight_ops.load_weight_(spoilt, *kind, q, scales, largest.item())
+            assert not weight_ops.load_weight_(spoilt, q, scales, *kind, largest.item())
             assert same((q, scales), tuple(one.cpu() for one in before)), kind
-        assert weight_ops.load_weight_(weight, *kind, q, scales, largest.item())
+        assert weight_ops.load_weight_(weight, q, scales, *kind, largest.item())
         assert same((q, scales), (packed.qweight.cpu(), packed.scales.cpu())), kind
         fault.zero_(), q.fill_(77)
-        weight_ops.quantize_weight_(weight, *kind, q, scales, fault, largest)
+        weight_ops.quantize_weight_(weight, q, scales, fault, largest, *kind)
         assert same((q, scales), (packed.qweight.cpu(), packed.scales.cpu())) and not fault.item(), kind
 
 
@@ -205,10 +205,10 @@ def test_loading_is_no_part_of_a_graph() -> None:
     q, scales = (one.cuda() for one in int4(weight.cpu(), 32, False, False, torch.float32))
     with pytest.raises(RuntimeError, match=r"load_weight_: it waits for the GPU.*quantize_weight_"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            weight_ops.load_weight_(weight, torch.uint8, 1, 32, False, False, q, scales, 1e30)
+            weight_ops.load_weight_(weight, q, scales, torch.uint8, 1, 32, False, False, 1e30)
     fault, graph = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        weight_ops.quantize_weight_(weight, torch.uint8, 1, 32, False, False, q, scales, fault)
+        weight_ops.quantize_weight_(weight, q, scales, fault, None, torch.uint8, 1, 32, False, False)
     other = random_weight(40, 256) * 3
     weight.copy_(other)
     graph.replay()
@@ -251,7 +251,7 @@ def test_opcheck(device: str) -> None:
     weight = random_weight(20, 96).to(device)
     q, scales = (one.to(device) for one in int4(weight.cpu(), 32, False, False, torch.bfloat16))
     fault = torch.zeros(1, dtype=torch.int32, device=device)
-    arguments = (weight, torch.uint8, 1, 32, False, False, q, scales, fault)
+    arguments = (weight, q, scales, fault, None, torch.uint8, 1, 32, False, False)
     utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(OPS.quantize_weight_.default, arguments, test_utils=utilities)
 
@@ -279,7 +279,7 @@ def test_errors(changes: dict[str, Any], words: str) -> None:
     fault = torch.zeros(1, dtype=torch.int32)
     given = {
         **dict(weight=random_weight(20, 96), dtype=torch.uint8, rows=1, columns=32, symmetric=False),
-        **dict(whole_zeros=False, q=q, scales=scales, fault=fault),
+        **dict(whole_zeros=False, q=q, scales=scales, fault=fault, largest=None),
         **changes,
     }
     with pytest.raises(RuntimeError, match=f"quantize_weight_: .*{words}"):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.every_isa
 
 
 def fp8_quantize(x: Tensor, group_size: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return OPS.fp8_quantize(x, group_size, scale)
+    return OPS.fp8_quantize(x, scale, group_size)
 
 
 def nan_where(condition: Tensor, values: Tensor) -> Tensor:
@@ -340,10 +340,10 @@ def test_opcheck(shape: tuple[int, ...], device: str) -> None:
     x, weight = randn(*shape, dtype=torch.bfloat16, device=device), randn(100, dtype=torch.float32, device=device)
     for op, arguments in (
         (OPS.int8_quantize, (x, True)),
-        (OPS.fp8_quantize, (x, -1, None)),
-        (OPS.fp8_quantize, (x, 128, None)),
-        (OPS.fp8_quantize, (x, 0, None)),
-        (OPS.fp8_quantize, (x, 0, torch.ones(1, device=device))),
+        (OPS.fp8_quantize, (x, None, -1)),
+        (OPS.fp8_quantize, (x, None, 128)),
+        (OPS.fp8_quantize, (x, None, 0)),
+        (OPS.fp8_quantize, (x, torch.ones(1, device=device), 0)),
         (OPS.rms_norm_quantize, (x, weight, 1e-6, torch.int8)),
         (OPS.rms_norm_quantize, (x, None, 1e-6, FP8)),
         (OPS.add_rms_norm_quantize, (x, x, weight, 1e-6, torch.int8)),

@@ -43,7 +43,9 @@ def random_weight(n: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def groups_of(weight: Tensor, group_size: int, codes: Any, *options: Any) -> tuple[Tensor, ...]:
     """The operator on arguments of ``groups_by_torch``."""
-    return OPS.quantize_groups(weight, group_size, codes.dtype, *options)  # type: ignore[no-any-return]
+    symmetric, scale_dtype, factors, importance, *rest = (*options, None) if len(options) == 3 else options
+    numbers = group_size, codes.dtype, symmetric, scale_dtype, factors
+    return OPS.quantize_groups(weight, importance, *numbers, *rest)  # type: ignore[no-any-return]
 
 
 def on_cpu(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -243,7 +245,7 @@ def test_threads_do_not_change_a_bit(codes: Any, symmetric: bool) -> None:
     results = []
     for count in (1, 2, 5):
         with threads(count):
-            groups = OPS.quantize_groups(weight, -1, codes.dtype, symmetric, torch.float32, _CLIP_FACTORS)
+            groups = OPS.quantize_groups(weight, None, -1, codes.dtype, symmetric, torch.float32, _CLIP_FACTORS)
             results.append(
                 (*groups, *OPS.quantize_blocks(weight, SCALE_BLOCK, SCALE_BLOCK), *OPS.quantize_fp4(weight, 16))
             )
@@ -254,7 +256,7 @@ def test_views_are_read_where_they_lie(device: str) -> None:
     weight = random_weight(64, 96).to(device)
     for view in (weight.t(), weight[1::2, 3:35], weight[:, ::3], weight[:1].expand(5, -1)):
         for quantize in (
-            lambda w: OPS.quantize_groups(w, 32, torch.uint8, False, torch.float32, [1.0]),
+            lambda w: OPS.quantize_groups(w, None, 32, torch.uint8, False, torch.float32, [1.0]),
             lambda w: OPS.quantize_blocks(w.cpu(), 2, 5),
             lambda w: OPS.quantize_fp4(w.cpu(), 16),
         ):
@@ -265,7 +267,7 @@ def test_views_are_read_where_they_lie(device: str) -> None:
 def test_squares_tell_of_values_that_are_not_finite(value: float, device: str) -> None:
     weight = random_weight(8, 64)
     weight[3, 40] = value
-    groups = OPS.quantize_groups(weight.to(device), 32, torch.uint8, False, torch.float32, _CLIP_FACTORS)
+    groups = OPS.quantize_groups(weight.to(device), None, 32, torch.uint8, False, torch.float32, _CLIP_FACTORS)
     assert not groups[3][1].isfinite()
     assert not OPS.quantize_blocks(weight, 1, 64)[2][1].isfinite()
     assert not any(OPS.quantize_fp4(weight, size)[3][1].isfinite() for size in (16, 32))
@@ -297,11 +299,10 @@ def test_a_weight_is_quantized_by_few_calls() -> None:
 def test_opcheck() -> None:
     for dtype in DTYPES:
         weight = random_weight(9, 70, dtype)
-        groups = (weight, 32, torch.uint8, False, torch.float16, [1.0, 0.9])
-        torch.library.opcheck(OPS.quantize_groups.default, groups, test_utils=UTILITIES)
-        torch.library.opcheck(OPS.quantize_groups.default, (*groups, torch.ones(70)), test_utils=UTILITIES)
-        torch.library.opcheck(OPS.quantize_groups.default, (*groups, None, False, 2), test_utils=UTILITIES)
-        rows = (weight, -1, torch.int8, True, torch.float32, [1.0])
+        groups = (32, torch.uint8, False, torch.float16, [1.0, 0.9])
+        for arguments in ((None, *groups), (torch.ones(70), *groups), (None, *groups, False, 2)):
+            torch.library.opcheck(OPS.quantize_groups.default, (weight, *arguments), test_utils=UTILITIES)
+        rows = (weight, None, -1, torch.int8, True, torch.float32, [1.0])
         torch.library.opcheck(OPS.quantize_groups.default, rows, test_utils=UTILITIES)
         torch.library.opcheck(OPS.quantize_blocks.default, (weight, 4, 32), test_utils=UTILITIES)
         for size in (16, 32):
@@ -310,6 +311,7 @@ def test_opcheck() -> None:
 
 GROUPS = {
     "weight": torch.ones(4, 64),
+    "importance": None,
     "group_size": 32,
     "dtype": torch.uint8,
     "symmetric": False,

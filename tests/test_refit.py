@@ -57,7 +57,7 @@ def test_the_operator_has_the_bits_of_its_definition(n: int, k: int, device: str
     for dtype, size in ((torch.float32, 32), (torch.bfloat16, 64), (torch.float16, k)):
         weight = random_weight(n, k, dtype)
         importance = torch.rand(k, generator=torch.Generator().manual_seed(k)) ** 6 + 1e-5
-        first = OPS.quantize_groups(weight, size, torch.uint8, False, dtype, _CLIP_FACTORS_INT4, importance)
+        first = OPS.quantize_groups(weight, importance, size, torch.uint8, False, dtype, _CLIP_FACTORS_INT4)
         options = False, dtype, _CLIP_FACTORS_INT4, importance.to(device), False, 5
         got = on_cpu(groups_of(weight.to(device), size, _INT4, *options))
         parts = weight.float().split(size, 1)
@@ -129,16 +129,16 @@ def test_whole_zeros_are_whole_even_of_grids() -> None:
     codes[:, 0], codes[:, 1] = 0, 15
     grid = (codes - 7.4) * 0.25
     for rounds in (0, 3):
-        zeros = OPS.quantize_groups(grid, -1, torch.uint8, False, torch.float32, [1.0], None, True, 0)[2]
+        zeros = OPS.quantize_groups(grid, None, -1, torch.uint8, False, torch.float32, [1.0], True, 0)[2]
         assert torch.equal(zeros, zeros.round()) and (zeros >= 0).all() and (zeros <= 15).all()
-        free = OPS.quantize_groups(grid, -1, torch.uint8, False, torch.float32, [1.0], None, False, rounds)
+        free = OPS.quantize_groups(grid, None, -1, torch.uint8, False, torch.float32, [1.0], False, rounds)
         assert not torch.equal(free[2], free[2].round()) and torch.equal(free[0], codes.to(torch.uint8))
 
 
 def test_symmetric_weights_and_eight_bits_stay_as_the_search_leaves_them() -> None:
     weight = random_weight(20, 256)
     for dtype in (torch.uint8, torch.int8):
-        arguments = weight, 64, dtype, True, torch.float32, _CLIP_FACTORS_INT4, None
+        arguments = weight, None, 64, dtype, True, torch.float32, _CLIP_FACTORS_INT4
         assert same(OPS.quantize_groups(*arguments), OPS.quantize_groups(*arguments, False, 4))
 
 

@@ -1,4 +1,4 @@
-"""Schemas of GEMM operators: tensors before numbers, and grouped ones as dense ones."""
+"""Schemas of operators: tensors before numbers, and grouped GEMMs as dense ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMAS if name.endswith("_mm")])
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_tensors_come_before_numbers(name: str) -> None:
     kinds = ["Tensor" in kind for _, kind in SCHEMAS[name]]
-    assert len(kinds) > 3 and kinds == sorted(kinds, reverse=True)
+    assert kinds and kinds == sorted(kinds, reverse=True)
 
 
 @pytest.mark.parametrize("word", [scheme.word for scheme in PRODUCTS])
@@ -39,3 +39,13 @@ def test_the_order_before_0_2_is_an_error_with_the_present_one() -> None:
         qao.ops.int8_int4_mm(x, *packed, None, 32, 64, 32)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"(?s)row_scales.*Declaration: qao::int8_int4_mm"):
         torch.ops.qao.int8_int4_mm(x, *packed, None, 32, 64, 32)
+    for call, message in (
+        (
+            lambda: qao.ops.fp8_quantize(x, -1, None),
+            r"scale.*Declaration: qao::fp8_quantize\(Tensor x, Tensor\? scale, ",
+        ),
+        (lambda: qao.ops.expert_topk(x, 2, False, None, True, 1.0), r"bias.*Declaration: qao::expert_topk"),
+        (lambda: qao.ops.quantize_groups(x, 32, torch.uint8, False, torch.float32, [1.0]), "quantize_groups"),
+    ):
+        with pytest.raises((RuntimeError, TypeError), match=f"(?s){message}"):
+            call()

@@ -123,7 +123,7 @@ def test_a_layer_of_e4m3_multiplies_with_the_weight_it_has(
     layer = qao.QuantLinear.from_linear(nn.Linear(k, n, device=device), scheme_of(FP8, group_size))
     assert layer.row_scales is not None and "power of two scales" in repr(layer)
     x = torch.randn(m, k, device=device)
-    q, scales = torch.ops.qao.fp8_quantize(x, -1, None)
+    q, scales = torch.ops.qao.fp8_quantize(x, None, -1)
     seen, dense = q.view(torch.float8_e4m3fn).double() * scales.double(), layer.dequantize(torch.float64)
     assert layer.bias is not None
     expected = seen @ dense.t() + layer.bias.double()
@@ -141,7 +141,7 @@ def test_fast_accumulation_is_near(dtype: torch.dtype, group_size: int, m: int, 
     layer = qao.QuantLinear.from_linear(nn.Linear(k, n, device=device, dtype=dtype), scheme)
     assert layer._constants[-2:] == (False, True) and "fast accumulation" in repr(layer)
     x = torch.randn(m, k, device=device, dtype=dtype)
-    q, scales = torch.ops.qao.fp8_quantize(x, -1, None)
+    q, scales = torch.ops.qao.fp8_quantize(x, None, -1)
     seen, dense = q.view(torch.float8_e4m3fn).double() * scales.double(), layer.dequantize(torch.float64)
     assert layer.bias is not None
     y, expected = layer(x), seen @ dense.t() + layer.bias.double()

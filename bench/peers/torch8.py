@@ -88,7 +88,7 @@ class ScaledMm(Peer):
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
         weight, scales = tensors
         if x.is_cuda:
-            q, x_scales = torch.ops.qao.fp8_quantize(x, -1, None)
+            q, x_scales = torch.ops.qao.fp8_quantize(x, None, -1)
         else:
             x_scales = x.abs().amax(-1, keepdim=True).float() / 448
             q = (x / x_scales).to(torch.float8_e4m3fn)

@@ -92,14 +92,14 @@ def fp8_quantize(rng: random.Random, device: str) -> int:
             scale = torch.rand(1, generator=generator(rng.getrandbits(48))).to(device) + 2.0**-10
             finite = x.nan_to_num(0, 1, -1)
             q, _ = reference.quantize_activation_fp8(finite, 0, scale)
-            _same(OPS.fp8_quantize(rng.choice(layouts(rng, finite)), 0, scale), (q, scale), what)
+            _same(OPS.fp8_quantize(rng.choice(layouts(rng, finite)), scale, 0), (q, scale), what)
         else:
-            _same(OPS.fp8_quantize(rng.choice(views), 0, None), test_quantize_ops.fp8_definition(x, 0), what)
+            _same(OPS.fp8_quantize(rng.choice(views), None, 0), test_quantize_ops.fp8_definition(x, 0), what)
         return 1
     expected = test_quantize_ops.fp8_definition(x, group_size)
     parts = _parts(rng, len(x), 30)
     for rows in parts:
-        result = OPS.fp8_quantize(rng.choice(views)[rows], group_size, None)
+        result = OPS.fp8_quantize(rng.choice(views)[rows], None, group_size)
         _same(result, [part[rows] for part in expected], what)
     return len(parts)
 
@@ -259,9 +259,9 @@ def expert_topk(rng: random.Random, device: str) -> int:
     top_k = rng.randint(1, min(experts // groups * top_groups, 16))
     logits = randn(rng, size(rng, 6), experts, dtype=float_dtype(rng)).to(device) * 3
     bias = randn(rng, experts, dtype=float_dtype(rng)).to(device) * 0.1 if rng.random() < 0.5 else None
-    rest = (top_k, rng.random() < 0.5, bias, rng.random() < 0.5, rng.choice((1.0, 2.5)), groups, top_groups)
+    rest = (bias, top_k, rng.random() < 0.5, rng.random() < 0.5, rng.choice((1.0, 2.5)), groups, top_groups)
     result = OPS.expert_topk(rng.choice(layouts(rng, logits)), *rest)
-    what = described(logits=list(logits.shape), rest=(top_k, rest[1], *rest[3:]))
+    what = described(logits=list(logits.shape), rest=rest[1:])
     _bounded(lambda: test_expert_topk.check(result, logits, *rest), what)
     return 1
 

@@ -56,11 +56,15 @@ def quantize_groups(rng: random.Random, device: str) -> int:
     codes, symmetric = rng.choice(((_INT4, True), (_INT4, False), (_INT8, True)))
     what = described(w=weight.dtype, shape=list(weight.shape), group_size=group_size, symmetric=symmetric)
     what += f", codes {codes.dtype}, scales {scale_dtype}"
-    plain = OPS.quantize_groups(_view(rng, weight, device), group_size, codes.dtype, symmetric, scale_dtype, [1.0])
+    plain = OPS.quantize_groups(
+        _view(rng, weight, device), None, group_size, codes.dtype, symmetric, scale_dtype, [1.0]
+    )
     expected = groups_by_torch(weight, group_size, codes, symmetric, scale_dtype, (1.0,), None)
     _same(plain, expected, 3, what)
     factors = [1.0, *(rng.uniform(0.6, 1.0) for _ in range(rng.randint(1, 7)))]
-    searched = OPS.quantize_groups(_view(rng, weight, device), group_size, codes.dtype, symmetric, scale_dtype, factors)
+    searched = OPS.quantize_groups(
+        _view(rng, weight, device), None, group_size, codes.dtype, symmetric, scale_dtype, factors
+    )
     error = _squares(weight, searched, group_size)
     bound = _squares(weight, plain, group_size) * (1 + 1e-5) + 2.0**-46 * weight.double().square().sum()
     check(bool(error <= bound), f"the search is worse than round to nearest: {what}")
@@ -103,7 +107,7 @@ def _operands(rng: random.Random, weight: Tensor, device: str) -> tuple[tuple[ob
         group, symmetric, whole = rng.choice((32, 64, 128, 256, k)), rng.random() < 0.5, rng.random() < 0.5
         whole = whole and not symmetric
         scale_dtype = float_dtype(rng)
-        made = OPS.quantize_groups(source, group, torch.uint8, symmetric, scale_dtype, [1.0], None, whole)
+        made = OPS.quantize_groups(source, None, group, torch.uint8, symmetric, scale_dtype, [1.0], whole)
         written = OPS.pack_int4(*(part.contiguous() for part in made[:2]), None if symmetric else made[2], group)
         block: tuple[object, ...] = torch.uint8, 1, group
     elif kind == "fp4":
@@ -112,7 +116,7 @@ def _operands(rng: random.Random, weight: Tensor, device: str) -> tuple[tuple[ob
         written = qao.ops.pack_fp4(codes, scales.float(), None if group == 32 else divisor, group)
         block = torch.float4_e2m1fn_x2, 1, group
     elif kind == "int8":
-        made = OPS.quantize_groups(source, -1, torch.int8, True, torch.float32, [1.0])
+        made = OPS.quantize_groups(source, None, -1, torch.int8, True, torch.float32, [1.0])
         written, block = (made[0], made[1].reshape(n).contiguous()), (torch.int8, 1, k)
     else:
         block = F8, *rng.choice(((1, k), (n, k), (128, 128)))
@@ -129,11 +133,11 @@ def _in_place(loads: bool, rng: random.Random, device: str) -> int:
     what += f", W {weight.dtype}{list(weight.shape)}"
     view = _view(rng, weight, device)
     if loads:
-        loaded = OPS.load_weight_(view, *arguments, q, scales, 1e30)
+        loaded = OPS.load_weight_(view, q, scales, *arguments, 1e30)
         check(loaded.item() == 1, f"not loaded: {what}")
     else:
         fault = torch.zeros(1, dtype=torch.int32, device=device)
-        OPS.quantize_weight_(view, *arguments, q, scales, fault)
+        OPS.quantize_weight_(view, q, scales, fault, None, *arguments)
         check(fault.item() == 0, f"a fault: {what}")
     _same((q, scales), tuple(part.cpu() for part in written), 2, what)
     return 1

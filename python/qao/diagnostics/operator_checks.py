@@ -126,7 +126,7 @@ def _hadamard(device: str) -> float:
 def _fp8_quantize(device: str) -> float:
     x = _random(33, _K, device=device)
     expected = reference.dequantize_activation(*reference.quantize_activation_fp8(x, 128))
-    return _distance(reference.dequantize_activation(*qao.fp8_quantize(x, 128, None)), expected)
+    return _distance(reference.dequantize_activation(*qao.fp8_quantize(x, None, 128)), expected)
 
 
 def _in_int8(x: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def _swiglu(device: str) -> float:
 
 def _expert_topk(device: str) -> float:
     logits = _random(33, 64, device=device)
-    _, weights = qao.expert_topk(logits, 4, False, None, False, 1.0)
+    _, weights = qao.expert_topk(logits, None, 4, False, False, 1.0)
     return _distance(weights, logits.double().softmax(-1).topk(4).values)
 
 
@@ -217,7 +217,7 @@ def _int4_parts(device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 def _quantize_groups(device: str) -> float:
     weight, size = _random(_N, _K, device=device), _GROUP_SIZE
-    q, scales, zeros, _ = qao.quantize_groups(weight, size, torch.uint8, False, torch.float32, [1.0])
+    q, scales, zeros, _ = qao.quantize_groups(weight, None, size, torch.uint8, False, torch.float32, [1.0])
     expected = reference.quantize_int4(weight.cpu(), size, symmetric=False)
     return _distance(
         reference.dequantize(q.cpu(), scales.cpu(), zeros.cpu(), size), reference.dequantize(*expected, size)
@@ -241,7 +241,7 @@ def _quantize_weight(device: str) -> float:
     weight = _random(_N, _K, device=device)
     q = torch.empty(_N, _K, dtype=torch.int8, device=device)
     scales, fault = torch.empty(_N, 1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    qao.quantize_weight_(weight, torch.float8_e4m3fn, 1, _K, True, False, q, scales, fault)
+    qao.quantize_weight_(weight, q, scales, fault, None, torch.float8_e4m3fn, 1, _K, True, False)
     expected = reference.dequantize_activation(*reference.quantize_activation_fp8(weight, -1))
     return _distance(reference.dequantize_8bit(q.view(torch.float8_e4m3fn), scales), expected)
 
@@ -251,8 +251,8 @@ def _load_weight(device: str) -> float:
     q, scales = torch.empty(_N, _K, dtype=torch.int8, device=device), torch.empty(_N, 1, device=device)
     kind = torch.float8_e4m3fn, 1, _K, True, False
     largest = qao.largest_magnitude(weight)
-    loaded = bool(qao.load_weight_(weight, *kind, q, scales, largest.item()))
-    refused = not qao.load_weight_(2 * weight, *kind, q, scales, largest.item())
+    loaded = bool(qao.load_weight_(weight, q, scales, *kind, largest.item()))
+    refused = not qao.load_weight_(2 * weight, q, scales, *kind, largest.item())
     expected = reference.dequantize_activation(*reference.quantize_activation_fp8(weight, -1))
     distance = _distance(reference.dequantize_8bit(q.view(torch.float8_e4m3fn), scales), expected)
     right = loaded and refused and torch.equal(largest, weight.abs().amax().float().reshape(1))

@@ -7,7 +7,7 @@ For more tokens the operator of one weight runs the kernels of its parts.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -54,13 +54,12 @@ def _list(node: Node, given: dict[str, Any], name: str) -> list[Any]:
 def _replace(
     graph: Graph, report: Report, node: Node, norm: Norm, lists: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    start = max(
-        norm.last, *norm.weights, *lists["weight"], *lists["scales"], *filter(None, lists["bias"])
-    )  # in the graph's order
+    operands = [*norm.weights, *lists["weight"], *lists["scales"], *filter(None, lists["bias"])]
+    start = max(norm.last, *operands)  # in the order of the graph
     single = node.target is _PRODUCT
     products = [node] if single else _results(node)
     gate = _gate(_halves(node) if single else products)
-    if gate is not None and gate[1]:
+    if gate is not None and gate.up_first:
         gate = None if single else gate
         lists = {name: items[::-1] for name, items in lists.items()}
     target = FUSED
@@ -73,7 +72,7 @@ def _replace(
             norm.eps, lists["out_features"], given["in_features"], given["group_size"], gate is not None,
         )  # fmt: skip
         *ys, total = (call(graph, node, operator.getitem, fused, i) for i in range(len(value(fused))))
-    for old, new in zip(products if gate is None else [gate[0]], ys, strict=True):
+    for old, new in zip(products if gate is None else [gate.y], ys, strict=True):
         if old is not None:
             old.replace_all_uses_with(new)
     replace_behind(norm.total, total)
@@ -107,8 +106,15 @@ def _results(node: Node) -> list[Any]:
     return found
 
 
-def _gate(products: list[Any]) -> tuple[Node, bool] | None:
-    """The SiLU gate that is the only user of two products, and whether up is the first of them."""
+class _Gate(NamedTuple):
+    """SiLU(gate) * up of two products."""
+
+    y: Node
+    up_first: bool  # up is the first product
+
+
+def _gate(products: list[Any]) -> _Gate | None:
+    """The SiLU gate that is the only user of two products."""
     if len(products) != 2 or None in products or any(len(each.users) != 1 for each in products):
         return None
     for up in products:
@@ -116,5 +122,5 @@ def _gate(products: list[Any]) -> tuple[Node, bool] | None:
         found = silu_gate(y)
         if found is not None and found.up is up and {found.gate, up} == {*products}:
             (silu,) = (each for each in y.args if each is not up)
-            return (y, up is products[0]) if len(silu.users) == 1 else None
+            return _Gate(y, up is products[0]) if len(silu.users) == 1 else None
     return None

@@ -55,11 +55,16 @@ def rms_norm(y: Node) -> Norm | None:
         if found is None or not is_input(weight):
             continue
         x, eps = found
-        if value(weight).shape == value(x).shape[-1:] and value(weight).dtype == value(x).dtype == value(y).dtype:
+        if suits(weight, x) and value(weight).dtype == value(x).dtype == value(y).dtype:
             summands = _summands(x)
             first, residual = summands or (x, None)
             return Norm(first, residual, weight, eps, x if summands else None, x)
     return None
+
+
+def suits(weight: Node, x: Node) -> bool:
+    """Whether qao's operators take the weight of a norm of ``x``."""
+    return value(weight).shape == value(x).shape[-1:] and value(weight).is_contiguous()
 
 
 def silu_gate(y: Any) -> Gate | None:

@@ -69,8 +69,8 @@ class Updatable:
         if largest is not None:
             fault = torch.zeros(1, dtype=torch.int32, device=q.device)
             known = None if rotation else largest.to(q.device)
-            weight_ops.quantize_weight_(weight, *one_pass, q, scales, fault, known)
-        elif not weight_ops.load_weight_(weight, *one_pass, q, scales, _CERTAIN[scales.dtype]).item():
+            weight_ops.quantize_weight_(weight, q, scales, fault, known, *one_pass)
+        elif not weight_ops.load_weight_(weight, q, scales, *one_pass, _CERTAIN[scales.dtype]).item():
             self._overwrite(self._requantized(weight, importance, name))  # raises if the weight is invalid
             return
         sums = self.weight_sums

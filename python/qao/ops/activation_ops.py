@@ -37,16 +37,16 @@ def int8_quantize(x: Tensor, symmetric: bool, rotation: int = 0) -> tuple[Tensor
     return _qao.int8_quantize.default(x, symmetric, rotation)  # type: ignore[no-any-return]
 
 
-def fp8_quantize(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def fp8_quantize(x: Tensor, scale: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
     """x ≈ q * scale: q float8_e4m3fn [..., K] and scales float32.
 
     Args:
         x: the activations.
+        scale: float32 [1], a static scale for ``group_size`` 0; values beyond its range saturate. Otherwise None.
         group_size: granularity of the scales: -1 per row (scales [..., 1]), 128 per 128 columns of a row (scales
             [..., ceil(K / 128)]), 0 per tensor (scales [1]).
-        scale: float32 [1], a static scale for ``group_size`` 0; values beyond its range saturate. Otherwise None.
     """
-    return _qao.fp8_quantize.default(x, group_size, scale)  # type: ignore[no-any-return]
+    return _qao.fp8_quantize.default(x, scale, group_size)  # type: ignore[no-any-return]
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

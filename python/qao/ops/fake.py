@@ -121,7 +121,7 @@ def _(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @fake_kernel("expert_topk")
-def _(logits: Tensor, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, bias: Tensor | None, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = logits.shape[0], top_k
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
 
@@ -142,7 +142,7 @@ def _(x: Tensor, size: int) -> Tensor:
 
 
 @fake_kernel("fp8_quantize")
-def _(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, scale: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
     q = _like_x(x, x.shape[-1], torch.float8_e4m3fn)
     if group_size == 0:
         return q, x.new_empty(1, dtype=torch.float32) if scale is None else torch.empty_like(scale)
@@ -191,12 +191,12 @@ def _(
 @fake_kernel("quantize_groups")
 def _(
     weight: Tensor,
+    importance: Tensor | None,
     group_size: int,
     dtype: torch.dtype,
     symmetric: bool,
     scale_dtype: torch.dtype,
     factors: Sequence[float],
-    importance: Tensor | None = None,
     whole_zeros: bool = False,
     rounds: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -225,28 +225,28 @@ def _(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @fake_kernel("quantize_weight_")
 def _(
     weight: Tensor,
+    q: Tensor,
+    scales: Tensor,
+    fault: Tensor,
+    largest: Tensor | None,
     dtype: torch.dtype,
     rows: int,
     columns: int,
     symmetric: bool,
     whole_zeros: bool,
-    q: Tensor,
-    scales: Tensor,
-    fault: Tensor,
-    largest: Tensor | None = None,
 ) -> None: ...
 
 
 @fake_kernel("load_weight_")
 def _(
     weight: Tensor,
+    q: Tensor,
+    scales: Tensor,
     dtype: torch.dtype,
     rows: int,
     columns: int,
     symmetric: bool,
     whole_zeros: bool,
-    q: Tensor,
-    scales: Tensor,
     limit: float,
 ) -> Tensor:
     return torch.empty(1, dtype=torch.int32, device="cpu")

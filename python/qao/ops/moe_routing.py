@@ -41,11 +41,13 @@ def _scores(logits: Tensor, sigmoid: bool) -> Tensor:
 
 class _TopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, top_k: int, sigmoid: bool, *rest: Any) -> tuple[Tensor, Tensor]:
-        chosen, weights = _topk(logits, top_k, sigmoid, *rest)
+    def forward(
+        ctx: Any, logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        chosen, weights = _topk(logits, bias, top_k, sigmoid, *rest)
         ctx.save_for_backward(logits, chosen)
         ctx.mark_non_differentiable(chosen)
-        _, ctx.normalized, ctx.factor, *_ = rest
+        ctx.normalized, ctx.factor, *_ = rest
         ctx.sigmoid = sigmoid
         return chosen, weights
 
@@ -69,9 +71,9 @@ class _TopK(torch.autograd.Function):
 
 def expert_topk(
     logits: Tensor,
+    bias: Tensor | None,
     top_k: int,
     sigmoid: bool,
-    bias: Tensor | None,
     normalized: bool,
     factor: float,
     groups: int = 1,
@@ -96,7 +98,7 @@ def expert_topk(
     Raises:
         RuntimeError: A shape, dtype, device or number does not fit; the message lists all operands and the remedy.
     """
-    arguments = logits, top_k, sigmoid, bias, normalized, factor, groups, top_groups
+    arguments = logits, bias, top_k, sigmoid, normalized, factor, groups, top_groups
     if isinstance(logits, Tensor) and logits.requires_grad and torch.is_grad_enabled():
         if torch.compiler.is_dynamo_compiling():
             return _traced_topk(*arguments)  # type: ignore[no-any-return]

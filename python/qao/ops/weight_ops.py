@@ -22,12 +22,12 @@ _qao = torch.ops.qao
 
 def quantize_groups(
     weight: Tensor,
+    importance: Tensor | None,
     group_size: int,
     dtype: torch.dtype,
     symmetric: bool,
     scale_dtype: torch.dtype,
     factors: Sequence[float],
-    importance: Tensor | None = None,
     whole_zeros: bool = False,
     rounds: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -36,19 +36,19 @@ def quantize_groups(
 
     Args:
         weight: W [N, K] in a float dtype, with any strides.
+        importance: float32 [K], contiguous, >= 0: weights of the columns' squared errors in the search; None: equal
+            weights.
         group_size: 32, 64, 128, 256, or K, or -1 for K.
         dtype: torch.uint8 for 0..15, or torch.int8 for -127..127, which is symmetric.
         symmetric: zeros are 8 (uint8) or 0 (int8).
         scale_dtype: a float dtype; scales are rounded to it before q is computed.
         factors: positive, at most 64 on a GPU; candidates of a search that multiplies a group's range by each and
             keeps the first factor with the least weighted error.
-        importance: float32 [K], contiguous, >= 0: weights of the columns' squared errors in the search; None: equal
-            weights.
         whole_zeros: zeros are integers 0..15; otherwise a group with values on a grid of sixteen steps keeps that grid.
         rounds: maximum number of least-squares refinements of scale and zero for the other groups.
     """
     return _qao.quantize_groups.default(  # type: ignore[no-any-return]
-        weight, group_size, dtype, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
+        weight, importance, group_size, dtype, symmetric, scale_dtype, factors, whole_zeros, rounds
     )
 
 
@@ -77,15 +77,15 @@ def quantize_fp4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tenso
 
 def quantize_weight_(
     weight: Tensor,
+    q: Tensor,
+    scales: Tensor,
+    fault: Tensor,
+    largest: Tensor | None,
     dtype: torch.dtype,
     rows: int,
     columns: int,
     symmetric: bool,
     whole_zeros: bool,
-    q: Tensor,
-    scales: Tensor,
-    fault: Tensor,
-    largest: Tensor | None = None,
 ) -> None:
     """Quantizes W in place into a layer's packed tensors, without a search. On every device the bits equal those of
     ``quantize_groups`` with factors [1.0] and ``pack_int4``, of ``quantize_fp4`` and ``pack_fp4``, or of
@@ -93,31 +93,31 @@ def quantize_weight_(
 
     Args:
         weight: W [N, K] in a float dtype, with any strides.
-        dtype: torch.uint8 for packed int4, torch.float4_e2m1fn_x2 for packed four-bit floats, torch.int8 for -127..127,
-            or torch.float8_e4m3fn.
-        rows, columns: block that shares a scale. uint8: 1 and 32, 64, 128, 256 or K; e2m1: 1 and 32 (MXFP4) or
-            16 (NVFP4); int8: 1 and K; e4m3: 1 and K, N and K, or 128 and 128.
-        symmetric: for uint8, no zero points; True for the others.
-        whole_zeros: for uint8, as in ``quantize_groups``.
         q: packed: as ``pack_int4`` or ``pack_fp4`` returns it; otherwise int8 [N, K], also for the bytes of e4m3.
         scales: packed: as those return them; int8: float32 [N]; e4m3: float32 [ceil(N / rows),
             ceil(K / columns)].
         fault: int32 [1], set to 1 if a value of W or a scale is nonfinite, and otherwise unchanged. Values beyond 1e19
             may count as nonfinite. If it is already 1, nothing is written.
         largest: ``largest_magnitude(weight)``, if it is known.
+        dtype: torch.uint8 for packed int4, torch.float4_e2m1fn_x2 for packed four-bit floats, torch.int8 for -127..127,
+            or torch.float8_e4m3fn.
+        rows, columns: block that shares a scale. uint8: 1 and 32, 64, 128, 256 or K; e2m1: 1 and 32 (MXFP4) or
+            16 (NVFP4); int8: 1 and K; e4m3: 1 and K, N and K, or 128 and 128.
+        symmetric: for uint8, no zero points; True for the others.
+        whole_zeros: for uint8, as in ``quantize_groups``.
     """
-    _qao.quantize_weight_.default(weight, dtype, rows, columns, symmetric, whole_zeros, q, scales, fault, largest)
+    _qao.quantize_weight_.default(weight, q, scales, fault, largest, dtype, rows, columns, symmetric, whole_zeros)
 
 
 def load_weight_(
     weight: Tensor,
+    q: Tensor,
+    scales: Tensor,
     dtype: torch.dtype,
     rows: int,
     columns: int,
     symmetric: bool,
     whole_zeros: bool,
-    q: Tensor,
-    scales: Tensor,
     limit: float,
 ) -> Tensor:
     """``quantize_weight_`` unless a magnitude of W exceeds ``limit`` or is NaN: then q and scales are unchanged.
@@ -127,7 +127,7 @@ def load_weight_(
     ``quantize_weight_``.
     """
     return _qao.load_weight_.default(  # type: ignore[no-any-return]
-        weight, dtype, rows, columns, symmetric, whole_zeros, q, scales, limit
+        weight, q, scales, dtype, rows, columns, symmetric, whole_zeros, limit
     )
 
 

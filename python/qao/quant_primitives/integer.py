@@ -191,7 +191,7 @@ def _quantize_groups(
     values = weight.detach()
     values = values.float() if values.dtype == torch.float64 else values
     q, scales, zeros, squares = weight_ops.quantize_groups(
-        values, group_size, codes.dtype, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
+        values, importance, group_size, codes.dtype, symmetric, scale_dtype, factors, whole_zeros, rounds
     )
     check_values(squares, weight, name)
     check_scales(scales, weight, name)

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from ...inductor import patterns
 from ...inductor.graph_pass import SOURCES
-from ...inductor.nodes import is_call, value
+from ...inductor.nodes import is_call
 from ...inductor.norms import fuse_norms
 from ...inductor.quantizers import fuse_quantization
 from ...inductor.report import Report
@@ -27,7 +27,6 @@ from ..wrapping import wrap
 
 SWITCH = "QAO_DISABLE_VLLM_FUSION"
 _BACKENDS = "vllm.compilation.backends"
-_FLOATS = torch.float32, torch.float16, torch.bfloat16
 
 
 def register() -> None:
@@ -94,13 +93,6 @@ def find_norm(y: Node) -> patterns.Norm | None:
     else:
         return patterns.rms_norm(y)
     weight, eps, *sizes = others
-    if any(size is not None for size in sizes) or not _suits(x, weight):
-        return None  # the norm of a part of x
-    return patterns.Norm(x, residual, weight, eps, total, made)
-
-
-def _suits(x: Node, weight: Node | None) -> bool:
-    if weight is None:
-        return True
-    plain = value(weight).dtype in _FLOATS and value(weight).is_contiguous()
-    return plain and value(weight).shape == value(x).shape[-1:]
+    if any(size is not None for size in sizes):  # the norm of a part of x
+        return None
+    return patterns.Norm(x, residual, weight, eps, total, made) if weight is None or patterns.suits(weight, x) else None
