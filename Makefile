@@ -44,7 +44,7 @@ build-demo: export QAO_CUDA ?= $(if $(GPU_OR_BUILT),AUTO,OFF)
 
 # What times something has the machine to itself; a worker a CPU for the rest, up to 8, where pytest-xdist is there.
 # Some tests run more threads than there are CPUs: those that wait must not spin (six times the time).
-MANY_TESTS = OMP_WAIT_POLICY=passive $(PY) -m pytest $(shell $(PY) tools/workers.py 8)
+MANY_TESTS = OMP_WAIT_POLICY=passive $(PY) -m pytest --durations=20 --durations-min=10 $(shell $(PY) tools/workers.py 8)
 test: build-test
 	$(PY) -m pytest -m timed
 	$(MANY_TESTS) -m 'not timed and not packaging and not slow and not extended'
