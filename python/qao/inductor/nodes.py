@@ -67,8 +67,7 @@ def on_gpu(node: Node) -> bool:
 
 def on_hopper(node: Node) -> bool:
     """Whether a result is on such a GPU, for which the kernels of few tokens are."""
-    device = value(node).device
-    return device.type == "cuda" and has_hopper(device)
+    return on_gpu(node) and has_hopper(value(node).device)
 
 
 def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:

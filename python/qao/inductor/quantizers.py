@@ -1,7 +1,7 @@
 """Pass: a norm or a gate, and the quantization in front of the products that read it, become one operator.
 
-Products of an x in 8 bits per token take over from it. Their operands and their results are the same; x is rounded to
-8 bits from float32, and not from the dtype of the model.
+The products become those that take an x in 8 bits, with the same weights. x is rounded to 8 bits from float32, and not
+from the dtype of the model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _format(product: Node) -> Any:
     """The product's operator if it quantizes x symmetrically with a scale per token; None otherwise."""
     given = arguments(product)
     if product.target is _INT8:
-        plain = given["weight_sums"] is None and not given["x_rotation"] and given.get("row_scales") is None
+        plain = given["weight_sums"] is None and not given["x_rotation"]
     else:
         plain = given["x_scale"] is None and given["x_group_size"] == -1
     return product.target if plain else None

@@ -3,9 +3,9 @@
 kernels.py puts qao's operators before vLLM's linear kernels, for checkpoints that vLLM reads. oracles.py does the same
 for fused experts (experts.py, experts_fp8.py). batch_invariance.py does it where vLLM bypasses its kernels. config.py,
 linear.py and own_experts.py add the quantization method "qao" for checkpoints in qao's own format. grouped_experts.py
-is shared by all experts. fusion.py fuses norms and gates with qao's operators in
-the graphs that vLLM compiles, cache_key.py separates these graphs from those without qao, loaded.py logs which layers
-qao serves, and adapter.py has the differences between versions of vLLM.
+is shared by all experts. fusion.py fuses norms and gates with qao's operators in the graphs that vLLM compiles,
+cache_key.py separates these graphs from those without qao, loaded.py logs which layers qao serves, and adapter.py has
+the differences between versions of vLLM.
 
 Nothing here imports vLLM. Each part patches one module of vLLM after any code imports that module, in any order: a part
 may import the patched module and modules that it has imported. Everything else is imported when vLLM calls it.
