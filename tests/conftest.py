@@ -26,10 +26,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that gpu_report.py has already run, and spread the longest tests over pytest-xdist's workers.
+    """Select tests, and spread the longest ones over pytest-xdist's workers.
 
-    Each worker gets an equal part of the list. At the end of the last part they would run one by one.
+    Not selected are those that gpu_report.py has already run, and in CI, with QAO_TEST_PART=1/3, two thirds of those
+    marked extended or packaging. Each worker gets an equal part of the list. At the end of the last part the longest
+    tests would run one by one.
     """
+    if part := os.environ.pop("QAO_TEST_PART", None):
+        number, count = map(int, part.split("/"))
+        turns = [item for item in items if any(map(item.get_closest_marker, ("extended", "packaging")))]
+        left_out = {item.nodeid for i, item in enumerate(turns) if i % count != number - 1}
+        items[:] = [item for item in items if item.nodeid not in left_out]
     if path := os.environ.pop("QAO_TESTS_DONE", None):  # not for pytest inside a test
         done = set(Path(path).read_text().splitlines())
         items[:] = [item for item in items if item.nodeid not in done]
