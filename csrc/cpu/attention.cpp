@@ -101,7 +101,7 @@ class Attention {
   // The weight of a chunk in the sum over all; 0 without a key that counts.
   float factor(int64_t head, int64_t chunk, int64_t row, float largest) const {
     const float own = largest_[(head * chunks_ + chunk) * rows_ + row];
-    return own == kNever ? 0 : std::exp(own - largest);
+    return own == kNever ? 0 : own == largest ? 1 : std::exp(own - largest);
   }
   float total(int64_t head, int64_t row, float largest) const {
     float sum = 0;

@@ -9,7 +9,7 @@
 namespace qao::cpu {
 
 constexpr int64_t kChunkKeys = 128;  // keys of a chunk
-constexpr int kRowBlock = 4;         // rows are padded to a multiple of it
+constexpr int kRowBlock = 4;         // rows that read a key together
 
 // The rows are the queries of all heads that share the key-value head: row h * queries + i is query i of head h.
 struct AttentionChunk {

@@ -15,6 +15,9 @@ struct Simd {
   static Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
   static Floats exponential(Floats v) { return Floats{std::exp(v[0])}; }
   static float sum(Floats v) { return v[0]; }
+  static void add_up(const Floats (&vectors)[4], float* to) {
+    for (int i = 0; i < 4; ++i) to[i] = vectors[i][0];
+  }
 };
 
 }  // namespace
