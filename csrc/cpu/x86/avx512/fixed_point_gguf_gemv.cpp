@@ -13,7 +13,8 @@ namespace {
 
 using namespace gguf;
 
-constexpr int kRows = 4;  // of W at a time
+constexpr int kRows = 4;               // of W at a time
+constexpr int64_t kAheadBytes = 4096;  // of W to prefetch, at least; the same columns of later rows
 constexpr int kPlanes = 2 * kTileColumns;
 
 // Lanes of Unit::scales for chain `chain`: lane l multiplies segment l / 4 of its vectors.
@@ -43,9 +44,28 @@ __attribute__((always_inline)) inline __m512i dot(const __m512i* codes, const in
   return sum;
 }
 
+// The columns past the last whole chunk. Reads of 256 columns there end in the next row of W. The masks leave out its
+// scales, which may be NaN.
+template <Type kType>
+struct Tail {
+  using U = Unpack<kType>;
+  explicit Tail(const Job& job) : columns(job.k % kUnit) {
+    constexpr Segments kOrder = segment_order(kType);
+    for (int lane = 0; lane < 16; ++lane) {
+      minima |= static_cast<__mmask16>((lane * kSegment < columns) << lane);
+      for (int c = 0; c < U::kScales; ++c) {
+        const int segment = kOrder.of[c * (16 / U::kScales) + lane / 4];
+        scales[c] |= static_cast<__mmask16>((segment * kSegment < columns) << lane);
+      }
+    }
+  }
+  int64_t columns;
+  __mmask16 minima = 0, scales[U::kScales] = {};  // lanes that count
+};
+
 // Rows n .. n + 3 of W by rows m .. m + kM of x.
 template <Type kType, int kM>
-void run_rows(const Job& job, int64_t n, int64_t m) {
+void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
   using B = Blocks<kType>;
   using U = Unpack<kType>;
   constexpr int kVectors = 4 / U::kScales;
@@ -61,22 +81,10 @@ void run_rows(const Job& job, int64_t n, int64_t m) {
   }
   const uint8_t* rows[kRows];
   for (int r = 0; r < kRows; ++r) rows[r] = job.weight + least(n + r, job.n - 1) * job.row_bytes;
-  uint8_t padded[kRows][kUnitBytes];
 
-  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
-    const uint8_t* at[kRows];
-    const bool whole = (chunk + 1) * kUnitBytes <= job.row_bytes;
-    for (int r = 0; r < kRows; ++r) {
-      at[r] = rows[r] + chunk * kUnitBytes;
-      if (!whole) [[unlikely]] {
-        std::memset(padded[r], 0, kUnitBytes);
-        std::memcpy(padded[r], at[r], static_cast<size_t>(job.row_bytes - chunk * kUnitBytes));
-        at[r] = padded[r];
-      }
-      for (int64_t byte = 0; byte < kUnitBytes; byte += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(at[r] + kRows * job.row_bytes + byte), _MM_HINT_T1);
-      }
-    }
+  // Chains [0, kChains) of a chunk, at at[r] of row r.
+  const auto add_chunk = [&]<int kChains, bool kIsTail>(
+                             int64_t chunk, const uint8_t* const(&at)[kRows]) __attribute__((always_inline)) {
 #pragma GCC unroll 1
     for (int word = 0; word < kMaxWords; ++word) {
       bool any = false;
@@ -84,7 +92,7 @@ void run_rows(const Job& job, int64_t n, int64_t m) {
       if (!any) break;
       __m512 x_scale[kM];
       const int8_t* x[kM];
-      __m512i offsets[kM][U::kScales];
+      __m512i offsets[kM][kChains];
 #pragma GCC unroll 4
       for (int i = 0; i < kM; ++i) {
         // Where a row has fewer words, its factor is 0 for any bytes of word 0.
@@ -96,21 +104,24 @@ void run_rows(const Job& job, int64_t n, int64_t m) {
           const __m512i offset = _mm512_set1_epi8(static_cast<char>(B::kOffset));
           const __m512i same[2] = {offset, offset};
 #pragma GCC unroll 4
-          for (int c = 0; c < U::kScales; ++c) offsets[i][c] = dot<kVectors>(same, x[i] + c * kVectors * kPlanes);
+          for (int c = 0; c < kChains; ++c) offsets[i][c] = dot<kVectors>(same, x[i] + c * kVectors * kPlanes);
         }
       }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         Unit unit;
         U::unpack(at[r], &unit);
-        __m512 scale[U::kScales];
+        __m512 scale[kChains];
 #pragma GCC unroll 4
-        for (int c = 0; c < U::kScales; ++c) scale[c] = _mm512_permutexvar_ps(lanes[c], unit.scales);
+        for (int c = 0; c < kChains; ++c) {
+          scale[c] = kIsTail ? _mm512_maskz_permutexvar_ps(tail.scales[c], lanes[c], unit.scales)
+                             : _mm512_permutexvar_ps(lanes[c], unit.scales);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < kM; ++i) {
           __m512 sum;
 #pragma GCC unroll 4
-          for (int c = 0; c < U::kScales; ++c) {
+          for (int c = 0; c < kChains; ++c) {
             __m512i products = dot<kVectors>(unit.codes + c * kVectors, x[i] + c * kVectors * kPlanes);
             if constexpr (B::kOffset != 0) products = _mm512_sub_epi32(products, offsets[i][c]);
             const __m512 part = _mm512_cvtepi32_ps(products);
@@ -118,11 +129,51 @@ void run_rows(const Job& job, int64_t n, int64_t m) {
           }
           sums[r][i] = _mm512_fmadd_ps(sum, x_scale[i], sums[r][i]);
           if (B::kHasMinima && word == 0) {
-            const __m512 minima = U::kPairs ? _mm512_permutexvar_ps(of_minima, unit.scales) : unit.minima;
+            __m512 minima = U::kPairs ? _mm512_permutexvar_ps(of_minima, unit.scales) : unit.minima;
+            if (kIsTail) minima = _mm512_maskz_mov_ps(tail.minima, minima);
             const float* x_sums = job.segment_sums + ((m + i) * job.chunks + chunk) * kUnitSegments;
             sums[r][i] = _mm512_fnmadd_ps(minima, _mm512_load_ps(x_sums), sums[r][i]);
           }
         }
+      }
+    }
+  };
+  const int64_t ahead = divide_up(kAheadBytes, kRows * job.row_bytes) * kRows * job.row_bytes;
+  const auto prefetch = [&](int64_t chunk, int64_t bytes) {
+    for (int r = 0; r < kRows; ++r) {
+      const uint8_t* next = rows[r] + ahead + chunk * kUnitBytes;
+      for (int64_t byte = 0; byte < bytes; byte += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(next + byte), _MM_HINT_T1);
+      }
+    }
+  };
+
+  const uint8_t* at[kRows];
+  const int64_t whole = job.k / kUnit;
+  for (int64_t chunk = 0; chunk < whole; ++chunk) {
+    for (int r = 0; r < kRows; ++r) at[r] = rows[r] + chunk * kUnitBytes;
+    prefetch(chunk, kUnitBytes);
+    add_chunk.template operator()<U::kScales, false>(chunk, at);
+  }
+  if constexpr (B::kColumns < kUnit) {
+    if (tail.columns > 0) {
+      const uint8_t* end = job.weight + job.n * job.row_bytes;
+      const int64_t bytes = job.row_bytes - whole * kUnitBytes;
+      uint8_t padded[kRows][kUnitBytes];
+      for (int r = 0; r < kRows; ++r) {
+        at[r] = rows[r] + whole * kUnitBytes;
+        if (at[r] + kUnitBytes > end) [[unlikely]] {
+          std::memset(padded[r], 0, kUnitBytes);
+          std::memcpy(padded[r], at[r], static_cast<size_t>(bytes));
+          at[r] = padded[r];
+        }
+      }
+      prefetch(whole, bytes);
+      constexpr int kHalf = U::kScales / 2;
+      if (tail.columns <= kUnit / 2) {
+        add_chunk.template operator()<kHalf, true>(whole, at);
+      } else {
+        add_chunk.template operator()<U::kScales, true>(whole, at);
       }
     }
   }
@@ -138,10 +189,11 @@ void run_rows(const Job& job, int64_t n, int64_t m) {
 
 void avx512::fixed_point_gguf_gemv(const Job& job, int64_t begin, int64_t end) {
   with_type(job.gguf_type, [&]<Type kType> {
+    const Tail<kType> tail(job);
     for (int64_t n = begin * kTileRows; n < least(end * kTileRows, job.n); n += kRows) {
       int64_t m = 0;
-      for (; m + 4 <= job.m; m += 4) run_rows<kType, 4>(job, n, m);
-      for (; m < job.m; ++m) run_rows<kType, 1>(job, n, m);
+      for (; m + 4 <= job.m; m += 4) run_rows<kType, 4>(job, tail, n, m);
+      for (; m < job.m; ++m) run_rows<kType, 1>(job, tail, n, m);
     }
   });
 }

@@ -21,16 +21,6 @@ inline void split(__m512i bytes, __m512i* codes) {
 inline __m128i load128(const uint8_t* bytes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)); }
 inline float fp16(const uint8_t* bytes) { return _cvtsh_ss(load16(bytes)); }
 
-// Four runs of 16 bytes.
-template <int kStride>
-inline __m512i load_runs(const uint8_t* bytes) {
-  if constexpr (kStride == 16) return _mm512_loadu_si512(bytes);
-  __m512i runs = _mm512_castsi128_si512(load128(bytes));
-  runs = _mm512_inserti32x4(runs, load128(bytes + kStride), 1);
-  runs = _mm512_inserti32x4(runs, load128(bytes + 2 * kStride), 2);
-  return _mm512_inserti32x4(runs, load128(bytes + 3 * kStride), 3);
-}
-
 // Eight float16 numbers, kStride bytes apart.
 template <int kStride>
 inline __m256 load_halves8(const uint8_t* bytes) {
@@ -42,21 +32,60 @@ inline __m512 join(__m256 low, __m256 high) { return _mm512_insertf32x8(_mm512_c
 template <Type kType>
 struct Unpack;
 
+// 32 words of 8 blocks of kBytes bytes, as indices into two of their three vectors: bytes 0, 64 and the last 64.
+template <int kBytes>
+struct Words {
+  static constexpr int kLast = 8 * kBytes - 64;
+  alignas(64) uint16_t at[32] = {};
+
+  // Sixteen bytes from byte kAt of blocks kFirst to kFirst + 3, in the first and second, or second and third vector.
+  static constexpr Words runs(int first, int begin) {
+    Words words;
+    for (int i = 0; i < 32; ++i) {
+      const int byte = (first + i / 8) * kBytes + begin + i % 8 * 2;
+      words.at[i] = static_cast<uint16_t>((first == 0 ? byte : byte < 128 ? byte - 64 : byte - kLast + 64) / 2);
+    }
+    return words;
+  }
+  // Word 0 of the blocks and word 1 of the blocks, eight each: in the first and second vector, or in the third.
+  static constexpr Words numbers(bool third) {
+    Words words;
+    for (int i = 0; i < 16; ++i) {
+      const int byte = i % 8 * kBytes + i / 8 * 2;
+      words.at[i] = static_cast<uint16_t>(third ? (byte < kLast ? 0 : byte - kLast) / 2 : byte / 2 % 64);
+    }
+    return words;
+  }
+  // Which of `numbers` are in the third vector.
+  static constexpr uint32_t beyond() {
+    uint32_t lanes = 0;
+    for (int i = 0; i < 16; ++i) lanes |= i % 8 * kBytes + i / 8 * 2 >= 128 ? 1u << i : 0;
+    return lanes;
+  }
+  __m512i load() const { return _mm512_load_si512(at); }
+};
+
 // Eight blocks of 32 columns with nibbles at byte kAt.
 template <Type kType, int kAt>
 struct Nibbles {
   static constexpr int kScales = 2;
   static constexpr bool kPairs = true;
   static constexpr int kBytes = Blocks<kType>::kBytes;
+  using Of = Words<kBytes>;
+  static constexpr Of kFirst = Of::runs(0, kAt), kSecond = Of::runs(4, kAt);
+  static constexpr Of kNumbers = Of::numbers(false), kMore = Of::numbers(true);
+
   __attribute__((always_inline)) static void unpack(const uint8_t* p, Unit* unit) {
-    split(load_runs<kBytes>(p + kAt), unit->codes);
-    split(load_runs<kBytes>(p + 4 * kBytes + kAt), unit->codes + 2);
-    const __m256 d = load_halves8<kBytes>(p);
-    __m256 minima = _mm256_setzero_ps();
+    const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + 64), c = _mm512_loadu_si512(p + Of::kLast);
+    split(_mm512_permutex2var_epi16(a, kFirst.load(), b), unit->codes);
+    split(_mm512_permutex2var_epi16(b, kSecond.load(), c), unit->codes + 2);
+    __m512i numbers = _mm512_permutex2var_epi16(a, kNumbers.load(), b);
+    numbers = _mm512_mask_permutexvar_epi16(numbers, Of::beyond(), kMore.load(), c);
+    constexpr __mmask16 kMinima = 0xFF00;
+    unit->scales = _mm512_cvtph_ps(_mm512_castsi512_si256(numbers));
     if constexpr (Blocks<kType>::kHasMinima) {
-      minima = _mm256_xor_ps(_mm256_set1_ps(-0.0f), load_halves8<kBytes>(p + 2));
+      unit->scales = _mm512_mask_sub_ps(unit->scales, kMinima, _mm512_set1_ps(-0.0f), unit->scales);
     }
-    unit->scales = join(d, minima);
   }
 };
 template <>
