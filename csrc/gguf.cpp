@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <memory>
+#include <vector>
 
 #include "cpu/features.h"
 #include "cpu/mm.h"
@@ -31,8 +33,9 @@ Weight checked_weight(const Op& op, const Argument& weight, const Argument& othe
   }
   op.check_operand(weight, other);
   if (!weight.is_cpu()) {
-    op.fail("GGUF weights have kernels for CPUs only",
-            "Move the tensors to the CPU; for a GPU, dequantize the weight there and quantize it to another scheme");
+    op.fail(
+        "GGUF weights have kernels for CPUs only",
+        "Move the tensors to the CPU, or load the file for the GPU: qao.from_pretrained(path, device_map=\"cuda\")");
   }
   Weight rows;
   rows.type = qtype;
@@ -72,46 +75,95 @@ void dense_mm(const Op& op, const Tensor& x, Weight w, const mm::Problem& proble
   }
 }
 
-Tensor gguf_mm(const Tensor& x_tensor, const Tensor& weight_tensor, const std::optional<Tensor>& bias_tensor,
-               int64_t qtype, bool batch_invariant) {
-  Op op("gguf_mm");
-  const Argument x("x", x_tensor), weight("weight", weight_tensor);
-  std::optional<Argument> bias;
-  op.involve(&x), op.involve(&weight);
-  if (bias_tensor) op.involve(&bias.emplace("bias", *bias_tensor));
-  op.involve("qtype", qtype);
+// One GEMM of x and a weight, with its results allocated.
+struct Product {
+  Product(const char* name, const Tensor& x_tensor, const Tensor& weight_tensor,
+          const std::optional<Tensor>& bias_tensor, int64_t qtype, bool batch_invariant, int64_t index = -1)
+      : op(name), x("x", x_tensor), weight("weight", weight_tensor) {
+    op.involve(&x), op.involve(&weight);
+    if (bias_tensor) op.involve(&bias.emplace("bias", *bias_tensor));
+    op.involve("qtype", qtype);
+    if (index >= 0) op.involve("index of the weight", index);
+    mm::Problem& problem = gemm.problem;
+    mm::Arguments& arguments = gemm.arguments;
+    problem.x_dtype = problem.y_dtype = op.float_dtype(x);
+    w = checked_weight(op, weight, x, qtype);
+    problem.weight = Format::kGguf;
+    problem.gguf_type = static_cast<int>(qtype);
+    problem.n = w.n, problem.k = w.k;
+    problem.batch_invariant = batch_invariant;
+    arguments.weight = w.weight;
+    op.check(x.dim() >= 1 && x.size(x.dim() - 1) == w.k, "x must have shape [..., in_features]",
+             "Check x.shape against the layer's in_features: blocks per row times columns per block");
+    if (bias) {
+      problem.has_bias = true;
+      problem.bias_dtype = op.check_bias(*bias, x, w.n);
+      arguments.bias = bias->data();
+    }
+    rows.emplace(x_tensor, x);
+    problem.m = rows->count;
+    arguments.x = rows->data, arguments.x_stride = rows->stride;
+    y.emplace(empty_rows(w.n, torch_dtype(problem.y_dtype), x));
+    arguments.y = y->data_ptr();
+  }
+  Product(const Product&) = delete;  // op points to the arguments
 
-  mm::Problem problem;
-  mm::Arguments arguments;
-  problem.x_dtype = problem.y_dtype = op.float_dtype(x);
-  const Weight w = checked_weight(op, weight, x, qtype);
-  problem.weight = Format::kGguf;
-  problem.gguf_type = static_cast<int>(qtype);
-  problem.n = w.n, problem.k = w.k;
-  problem.batch_invariant = batch_invariant;
-  arguments.weight = w.weight;
-  op.check(x.dim() >= 1 && x.size(x.dim() - 1) == w.k, "x must have shape [..., in_features]",
-           "Check x.shape against the layer's in_features: blocks per row times columns per block");
-  if (bias) {
-    problem.has_bias = true;
-    problem.bias_dtype = op.check_bias(*bias, x, w.n);
-    arguments.bias = bias->data();
+  int64_t work() const { return gemm.problem.m * gemm.problem.n * gemm.problem.k; }
+  // Whether W in floats and torch's GEMM are faster than the kernel.
+  bool is_dense() const {
+    cpu::Features features;
+    op.check(cpu::selected_features(&features));
+    return !cpu::includes(features, cpu::kAvx2) && gemm.problem.m >= kManyRows && !gemm.problem.batch_invariant &&
+           gemm.problem.x_dtype != DType::kFloat16;
   }
-  const Rows rows(x_tensor, x);
-  problem.m = rows.count;
-  arguments.x = rows.data, arguments.x_stride = rows.stride;
-  Tensor y = empty_rows(w.n, torch_dtype(problem.y_dtype), x);
-  if (problem.m == 0) return y;
-  arguments.y = y.data_ptr();
-  cpu::Features features;
-  op.check(cpu::selected_features(&features));
-  const bool is_scalar = !cpu::includes(features, cpu::kAvx2);
-  if (is_scalar && problem.m >= kManyRows && !batch_invariant && problem.x_dtype != DType::kFloat16) {
-    dense_mm(op, x_tensor, w, problem, arguments, x);
-    return y;
+
+  Op op;
+  Argument x, weight;
+  std::optional<Argument> bias;
+  Weight w;
+  std::optional<Rows> rows;
+  cpu::Gemm gemm;
+  std::optional<Tensor> y;
+};
+
+Tensor gguf_mm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t qtype,
+               bool batch_invariant) {
+  Product product("gguf_mm", x, weight, bias, qtype, batch_invariant);
+  const auto& [problem, arguments] = product.gemm;
+  if (problem.m == 0) return *product.y;
+  if (product.is_dense()) {
+    dense_mm(product.op, x, product.w, problem, arguments, product.x);
+  } else {
+    product.op.check(cpu::mm(problem, arguments, torch_threads(product.work())));
   }
-  op.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
-  return y;
+  return *product.y;
+}
+
+std::vector<Tensor> merged_gguf_mm(const Tensor& x, std::vector<Tensor> weight, std::vector<std::optional<Tensor>> bias,
+                                   int64_t qtype) {
+  constexpr const char* kName = "_merged_gguf_mm";
+  Op(kName).check(!weight.empty() && weight.size() == bias.size(),
+                  "weight and bias must be lists of one length, at least 1", "Pass one tensor or None per weight");
+  std::vector<std::unique_ptr<Product>> products;
+  std::vector<cpu::Gemm> gemms;
+  std::vector<Tensor> ys;
+  int64_t work = 0;
+  for (size_t i = 0; i < weight.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    products.push_back(std::make_unique<Product>(kName, x, weight[i], bias[i], qtype, false, index));
+    const Product& product = *products.back();
+    gemms.push_back(product.gemm);
+    ys.push_back(*product.y);
+    work += product.work();
+  }
+  const Product& first = *products[0];
+  if (first.gemm.problem.m == 0) return ys;
+  if (!first.is_dense()) {
+    first.op.check(cpu::mm(gemms, torch_threads(work)));
+    return ys;
+  }
+  for (const auto& one : products) dense_mm(one->op, x, one->w, one->gemm.problem, one->gemm.arguments, one->x);
+  return ys;
 }
 
 Tensor dequantize_gguf(const Tensor& weight_tensor, int64_t qtype, torch::headeronly::ScalarType dtype) {
@@ -150,6 +202,8 @@ Tensor gguf_embedding(const Tensor& ids_tensor, const Tensor& weight_tensor, int
 constexpr Operator kOperators[] = {
     operator_of<"gguf_mm", gguf_mm>(
         "gguf_mm(Tensor x, Tensor weight, Tensor? bias, int qtype, bool batch_invariant=False) -> Tensor"),
+    operator_of<"_merged_gguf_mm", merged_gguf_mm>(
+        "_merged_gguf_mm(Tensor x, Tensor[] weight, Tensor?[] bias, int qtype) -> Tensor[]"),
     operator_of<"dequantize_gguf", dequantize_gguf>(
         "dequantize_gguf(Tensor weight, int qtype, ScalarType dtype) -> Tensor"),
     operator_of<"gguf_embedding", gguf_embedding>(

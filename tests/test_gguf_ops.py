@@ -97,6 +97,37 @@ def test_many_rows(qtype: int) -> None:
         assert ((y.double() - x.double() @ dense.double().t()).abs() <= bound(x, dense)).all()
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("blocks", range(1, 18))
+@pytest.mark.parametrize("qtype", [qtype for qtype in QTYPES if BLOCKS[qtype][0] == 32])
+def test_rows_that_end_inside_a_chunk(qtype: int, blocks: int) -> None:
+    """Kernels may read beyond a row, but nothing there counts: rows in between have NaN as scales."""
+    weight = random_weight(qtype, 9, blocks, seed=blocks)
+    dense = definition(weight, qtype)
+    nan = weight.clone()
+    nan[1::2].view(torch.float16)[:] = float("nan")
+    for dtype, m in itertools.product(DTYPES, (1, 4)):
+        x = torch.randn(m, dense.shape[1], generator=torch.Generator().manual_seed(m)).to(dtype)
+        y, rows = (qao.ops.gguf_mm(x, each, None, qtype) for each in (weight, nan))
+        assert ((y.double() - x.double() @ dense.double().t()).abs() <= bound(x, dense)).all()
+        assert torch.equal(rows[:, ::2], y[:, ::2]) and rows[:, 1::2].isnan().all()
+
+
+def test_several_weights_of_one_x() -> None:
+    """The bits of separate calls, for x of any range, and errors that name the weight."""
+    weights, biases = [random_weight(12, n, 2, seed=n) for n in (33, 16, 100)], [None, torch.ones(16), None]
+    for m, value in itertools.product((0, 1, 4, 40), (1.0, 1e30, float("inf"))):
+        x = torch.randn(m, 512, generator=torch.Generator().manual_seed(m)).bfloat16()
+        x[: m // 2 + 1, 5] = value
+        ys = torch.ops.qao._merged_gguf_mm(x, weights, biases, 12)
+        expected = [qao.ops.gguf_mm(x, weight, bias, 12) for weight, bias in zip(weights, biases, strict=True)]
+        torch.testing.assert_close(ys, expected, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(RuntimeError, match=r"qao::_merged_gguf_mm: bias must .*index of the weight: 1"):
+        torch.ops.qao._merged_gguf_mm(x, weights, [None, torch.ones(17), None], 12)
+    with pytest.raises(RuntimeError, match=r"qao::_merged_gguf_mm: weight and bias must be lists of one length"):
+        torch.ops.qao._merged_gguf_mm(x, weights, [None], 12)
+
+
 @pytest.mark.parametrize("m", (1, 20))
 @pytest.mark.parametrize("value", (float("inf"), float("nan")))
 @qtypes

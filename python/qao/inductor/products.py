@@ -68,8 +68,7 @@ def _shared(given: dict[str, Any]) -> Iterator[Any]:
     """What must be equal: x and every argument that is no list, and the form of the weight and its scales."""
     yield from (argument for name, argument in given.items() if name not in _LISTS)
     yield given.get("weight_sums") is None, bool(given.get("out_features"))
-    weight, scales = (value(given[name]) for name in ("weight", "scales"))
-    yield _form(weight), _form(scales)
+    yield from (_form(value(given[name])) for name in ("weight", "scales") if name in given)
 
 
 def _form(tensor: Tensor) -> Any:

@@ -23,6 +23,7 @@ MERGED: dict[Any, Any] = {
         "int8_int4_mm",
         "fp8_fp8_mm",
         "fp8_int4_mm",
+        "gguf_mm",
     )
 }
 # RMSNorm(x + residual), products of it with several int4 weights, and optionally SiLU(first) * second; then that sum.
