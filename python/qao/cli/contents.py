@@ -119,7 +119,7 @@ class Contents:
         ]
         held = sum(layer.bytes_in_memory for layer in self.layers)
         if self.format == "gguf":
-            lines.append(f"the layers take {size(held)} in memory, in qao's layout")
+            lines.append(f"the layers take {size(held)} in memory on a CPU")
         return "\n".join([*lines, *(f"odd: {text}" for text in self.odd)]).lstrip("\n")
 
 

@@ -1,6 +1,6 @@
 """GGUF reader (llama.cpp): quantized tensors stay in the file's blocks, or become layers of schemes with GPU kernels.
 
-    native     Q4_0 and Q4_1 of linear layers become int4; all other types, and embeddings, ``GgufWeightOnly``
+    native     ``GgufWeightOnly``, the bytes of the file
     otherwise  Q4_0 and Q4_1 of linear layers become int4, Q8_0 int8; all other types are read as float32
 
 Blocks of 32 columns share float16 scale factors d and m (ggml-common.h of ggml):
@@ -49,7 +49,8 @@ class GgufCheckpoint(Checkpoint):
     Args:
         path: the file, or one part of a split model (``-00001-of-00003.gguf``).
         dequantize: True reads linear layers in Q8_0 as float32 too, and is not native.
-        native: types of which blocks of the file are kept. Only CPUs have kernels for them.
+        native: types of which blocks of the file are kept in linear layers. Only CPUs have kernels for them. With any,
+            embeddings keep blocks of every type.
 
     Attributes:
         linears: names of the linear layers that are read as float.
@@ -113,7 +114,7 @@ class GgufCheckpoint(Checkpoint):
         """The layer of a part; None if it is read as float."""
         linear, embedding = self._model.is_linear(part), part.module == "model.embed_tokens"
         plain = _LINEAR.get(info.type) if linear else None
-        if info.type in self.native and (linear or embedding) and (not plain or info.type == "Q8_0"):
+        if info.type in self.native if linear else embedding and self.native and info.type in GGUF_NUMBERS:
             own = GgufWeightOnly(info.type)
             plain = own, partial(_checked, own), None
         if plain is None:
