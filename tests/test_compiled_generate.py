@@ -6,6 +6,7 @@ transformers compiles by itself on a GPU only; a private switch makes it compile
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import qao
 import torch
+from qao.integrations.huggingface.compiled_step import CompiledStep
 from test_compile_schemes import fresh_dynamo  # noqa: F401  # a fixture of every test
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -98,7 +100,10 @@ def test_quantized_models_get_the_backend(compiled: list[dict[str, Any]], tmp_pa
     generate(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), **static)
     qao.dequantize_(model)
     generate(model, **static)
-    ours = {**default, "backend": "qao"}
+    options = dict(torch._inductor.list_mode_options(default.pop("mode")))
+    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    ours = {**default, "backend": "qao", "options": options}
+    default = transformers.CompileConfig().to_dict()
     assert compiled == [default, ours, own.to_dict(), ours, ours, default]
     assert "compile" not in (tmp_path / "generation_config.json").read_text()
 
@@ -118,6 +123,91 @@ def test_the_first_call_says_what_takes_the_time(
     generate(model, **static)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("qao: "))
     assert "decoding step of LlamaForCausalLM, 15 quantized layers, with backend 'qao'" in line and " s" in line
+
+
+# ---- what is checked once per call -----------------------------------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    """Two layers, and attributes of the kinds that models have."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.factor, self.names, self.scaling = factor, ["a"], {"a": 1.0}
+        self.register_buffer("shift", torch.zeros(4))
+        self.config = transformers.LlamaConfig(hidden_size=64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.factor * sum(self.scaling[name] for name in self.names) * self.config.hidden_size
+        return self.second(self.first(x)) * factor + self.shift
+
+
+class Eager:
+    """A configuration that compiles no code."""
+
+    backend, options = "qao", None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"backend": "eager", "mode": "default", "options": None}
+
+
+CHANGES: dict[str, Any] = {
+    "a number": lambda model: setattr(model, "factor", 5.0),
+    "a list": lambda model: model.names.append("a"),
+    "a dict": lambda model: model.scaling.update(a=3.0),
+    "the configuration": lambda model: setattr(model.config, "hidden_size", 32),
+    "a layer": lambda model: setattr(model, "first", torch.nn.Linear(4, 4)),
+    "another type of layer": lambda model: setattr(model, "second", torch.nn.Identity()),
+    "a parameter": lambda model: setattr(model.first, "weight", torch.nn.Parameter(torch.ones(4, 4))),
+    "no bias": lambda model: setattr(model.first, "bias", None),
+    "a buffer": lambda model: setattr(model, "shift", torch.ones(4)),
+    "gradients": lambda model: model.second.requires_grad_(False),
+    "a hook": lambda model: model.first.register_forward_hook(lambda module, given, y: y + 1),
+    "a method": lambda model: setattr(model.first, "forward", lambda x: x),
+    "training": lambda model: model.second.train(),
+    "a dtype": lambda model: model.second.double().register_forward_pre_hook(lambda module, x: x[0].double()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_compiled_again(change: str) -> None:
+    model, config, x = Scaled(2.0).eval(), Eager(), torch.randn(3, 4)
+    with torch.no_grad():
+        step = CompiledStep(model, config)
+        assert torch.equal(step(x), model(x)) and step.fits(model, config)
+        model.first.weight.mul_(2)  # in place: the graph reads it
+        assert torch.equal(step(x), model(x)) and step.fits(model, config)
+        CHANGES[change](model)
+        assert not step.fits(model, config)
+        again = CompiledStep(model, config)
+        assert torch.equal(again(x), model(x)) and again.fits(model, config)
+
+
+def test_models_of_one_class_have_graphs_of_their_own() -> None:
+    models, config, x = [Scaled(factor).eval() for factor in (1.0, 7.0)], Eager(), torch.randn(3, 4)
+    with torch.no_grad():
+        steps = [CompiledStep(model, config) for model in models]
+        for _ in range(2):
+            assert all(torch.equal(step(x), model(x)) for step, model in zip(steps, models, strict=True))
+    assert steps[0].fits(models[0], config) and not steps[0].fits(models[1], config)
+    assert not steps[0].fits(models[0], Eager())
+    assert copy.deepcopy(steps[0]) is None and pickle.loads(pickle.dumps(steps[0])) is None
+
+
+def test_a_copied_or_changed_model_generates_its_own_tokens(compiled: list[dict[str, Any]]) -> None:
+    """transformers' cached call of the original is not that of the copy, or of the model without quantized layers."""
+    model, static = quantized("llama", "cpu"), {"cache_implementation": "static"}
+    expected = generate(model, **static)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.norm.weight.neg_()
+    assert not torch.equal(generate(other, **static), expected)
+    assert torch.equal(generate(model, **static), expected) and len(compiled) == 2
+    config = model._compiled_call.config
+    qao.dequantize_(model)
+    generate(model, **static, compile_config=config)
+    assert len(compiled) == 3
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...nn.packed_module import PackedModule
+from .compiled_step import CompiledStep, takes
 
 _SECONDS = 0.15  # per quantized layer, without Inductor's cache. SmolLM2-135M on one core of a CPU: 35 to 50 for 211.
 # Whether this call of generate() compiles a quantized model.
@@ -27,13 +28,15 @@ def with_backend(upstream: Any) -> Any:
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         layers = sum(isinstance(module, PackedModule) for module in self.modules())
         _compiles.set(layers > 0)
-        if not layers:
-            return upstream(self, compile_config)
-        first = not hasattr(self, "_compiled_call")
-        config = compile_config or _default(self)
+        step, first = vars(self).get("_compiled_call"), not hasattr(self, "_compiled_call")
+        config: Any = compile_config or (_default(self) if layers else None)
+        if layers and takes(config):
+            if not isinstance(step, CompiledStep) or not step.fits(self, config):
+                self._compiled_call, self._last_compile_config = CompiledStep(self, config), config
+        elif not first and (step is None or isinstance(step, CompiledStep)):  # None: of a copied model
+            del self._compiled_call
         call = upstream(self, config)
-        # transformers does not set it for models that it never compiles.
-        if first and hasattr(self, "_compiled_call"):
+        if layers and first and call is vars(self).get("_compiled_call"):  # transformers never compiles some models
             _announce(type(self).__name__, layers, config.backend)
         return call
 
