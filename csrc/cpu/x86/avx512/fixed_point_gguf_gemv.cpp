@@ -14,7 +14,7 @@ namespace {
 using namespace gguf;
 
 constexpr int kRows = 4;               // of W at a time
-constexpr int64_t kAheadBytes = 4096;  // of W to prefetch, at least; the same columns of later rows
+constexpr int64_t kAheadBytes = 4096;  // distance of prefetches in W, at least
 constexpr int kPlanes = 2 * kTileColumns;
 
 // Lanes of Unit::scales for chain `chain`: lane l multiplies segment l / 4 of its vectors.
@@ -138,13 +138,13 @@ void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
       }
     }
   };
-  const int64_t ahead = divide_up(kAheadBytes, kRows * job.row_bytes) * kRows * job.row_bytes;
-  const auto prefetch = [&](int64_t chunk, int64_t bytes) {
-    for (int r = 0; r < kRows; ++r) {
-      const uint8_t* next = rows[r] + ahead + chunk * kUnitBytes;
-      for (int64_t byte = 0; byte < bytes; byte += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(next + byte), _MM_HINT_T1);
-      }
+  // Later rows from one end to the other, as one stream for each thread.
+  const int64_t group = kRows * job.row_bytes, chunks = divide_up(job.k, kUnit);
+  const uint8_t* const later = rows[0] + divide_up(kAheadBytes, group) * group;
+  int64_t fetched = 0;
+  const auto prefetch = [&](int64_t chunk) {
+    for (; fetched < group * (chunk + 1) / chunks; fetched += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(later + fetched), _MM_HINT_T1);
     }
   };
 
@@ -152,7 +152,7 @@ void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
   const int64_t whole = job.k / kUnit;
   for (int64_t chunk = 0; chunk < whole; ++chunk) {
     for (int r = 0; r < kRows; ++r) at[r] = rows[r] + chunk * kUnitBytes;
-    prefetch(chunk, kUnitBytes);
+    prefetch(chunk);
     add_chunk.template operator()<U::kScales, false>(chunk, at);
   }
   if constexpr (B::kColumns < kUnit) {
@@ -168,7 +168,7 @@ void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
           at[r] = padded[r];
         }
       }
-      prefetch(whole, bytes);
+      prefetch(whole);
       constexpr int kHalf = U::kScales / 2;
       if (tail.columns <= kUnit / 2) {
         add_chunk.template operator()<kHalf, true>(whole, at);
