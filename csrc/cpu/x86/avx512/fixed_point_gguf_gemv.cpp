@@ -193,7 +193,10 @@ void avx512::fixed_point_gguf_gemv(const Job& job, int64_t begin, int64_t end) {
     for (int64_t n = begin * kTileRows; n < least(end * kTileRows, job.n); n += kRows) {
       int64_t m = 0;
       for (; m + 4 <= job.m; m += 4) run_rows<kType, 4>(job, tail, n, m);
-      for (; m < job.m; ++m) run_rows<kType, 1>(job, tail, n, m);
+      const int64_t left = job.m - m;
+      if (left == 3) run_rows<kType, 3>(job, tail, n, m);
+      if (left == 2) run_rows<kType, 2>(job, tail, n, m);
+      if (left == 1) run_rows<kType, 1>(job, tail, n, m);
     }
   });
 }
