@@ -18,6 +18,7 @@ from . import (
     experts_block,
     four_bits,
     generate,
+    gguf,
     gptq,
     host,
     invariance,
@@ -128,6 +129,9 @@ def make_parser() -> argparse.ArgumentParser:
     asked = commands.add_parser("generate", help="tokens per second of an unmodified transformers model's generate()")
     _add_common(asked)
     generate.add_arguments(asked)
+    filed = commands.add_parser("gguf", help="tokens per second of GGUF files on the CPU, by qao and by llama.cpp")
+    gguf.add_arguments(filed)
+    filed.set_defaults(device="cpu")
     for engine in ENGINES:
         served = commands.add_parser(engine, help="tokens per second of this serving engine with and without qao")
         served.add_argument(
@@ -255,6 +259,9 @@ def main() -> int:
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     if arguments.command == "generate":
         generate.run(arguments, folder / "generate.csv")
+        return 0
+    if arguments.command == "gguf":
+        gguf.run(arguments, folder / "gguf.csv")
         return 0
     if arguments.command in ENGINES:
         serving.run(arguments, folder / f"{arguments.command}.csv")

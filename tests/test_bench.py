@@ -24,6 +24,7 @@ from bench import (
     experts_contenders,
     four_bits,
     generate,
+    gguf,
     kernel_pages,
     kernels,
     language,
@@ -273,6 +274,23 @@ def test_an_unmodified_model_decodes_in_three_ways(tmp_path: Path, monkeypatch: 
     assert "**tiny**, batch 1: tokens/s (times bf16)" in text and "\n| `int8`, bf16 head | " in text
     plots.draw_unmodified(results, tmp_path / "generate.svg")
     assert "step compiled by hand" in (tmp_path / "generate.svg").read_text()
+
+
+def test_gguf_files_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    from test_gguf_native import write as write_gguf
+
+    monkeypatch.setattr(gguf, "_BACKEND", "eager")
+    monkeypatch.setattr(gguf, "_ROUNDS", 1)
+    files = [str(write_gguf(tmp_path / f"{kind}.gguf", kind)) for kind in ("Q4_K", "Q8_0")]
+    for one in files:  # two runs
+        words = ["gguf", one, "--steps", "40", "--prompt", "16", "--threads", "1"]
+        results = gguf.run(bench_command.make_parser().parse_args(words), tmp_path / "gguf.csv")
+    assert [row["file"] for row in results["rows"] if row["name"] == "qao"] == ["Q4_K", "Q8_0"]
+    assert all(row["decode"] > 0 and row["prefill"] > 0 and row["read_mib"] < row["mib"] for row in results["rows"])
+    assert read(tmp_path / "gguf.csv")["meta"]["threads"] == 1
+    text = gguf.render(results)
+    assert "\n| `Q8_0` | " in text and "1 threads" in text
 
 
 def test_two_runs_of_decoders_become_one(decoders: dict) -> None:
