@@ -125,7 +125,7 @@ def test_the_first_call_says_what_takes_the_time(
     assert "decoding step of LlamaForCausalLM, 15 quantized layers, with backend 'qao'" in line and " s" in line
 
 
-# ---- what is checked once per call -----------------------------------------------------------------------------------
+# ---- modules, which are checked once per call --------------------------------------------------------------------
 
 
 class Scaled(torch.nn.Module):

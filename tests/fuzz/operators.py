@@ -337,13 +337,15 @@ def gguf_mm(rng: random.Random, device: str) -> int:
     ids = torch.tensor([rng.randrange(n) for _ in range(rng.randint(0, 5))], dtype=torch.int64)
     check(equal(OPS.gguf_embedding(ids, weight, qtype, dtype), dense[ids].to(dtype)), f"wrong rows: {what}")
     y, exact = OPS.gguf_mm(x, weight, None, qtype), x.double() @ dense.double().t()
+    merged = OPS._merged_gguf_mm(x, [weight, weight[: n // 2 + 1]], [None, None], qtype)
+    check(equal(merged[0], y) and equal(merged[1], y[:, : n // 2 + 1]), f"other bits of several weights: {what}")
     right = (y.double() - exact).abs() <= test_gguf_ops.bound(x, dense)
     check(bool((right | ~y.isfinite() & (exact.abs() > torch.finfo(dtype).max / 2)).all()), f"wrong product: {what}")
-    return 3
+    return 5
 
 
 OPERATORS: dict[str, Fuzzer] = {
-    **dict.fromkeys(("gguf_mm", "dequantize_gguf", "gguf_embedding"), gguf_mm),
+    **dict.fromkeys(("gguf_mm", "_merged_gguf_mm", "dequantize_gguf", "gguf_embedding"), gguf_mm),
     **{f"_merged_{word}_mm": partial(merged, word) for word in SCHEMES},
     "_merged_add_rms_norm_int4_mm": partial(add_rms_norm_int4_mm, several=True),
     **{f"{scheme.word}_mm": partial(products.dense, scheme) for scheme in PRODUCTS},

@@ -295,7 +295,9 @@ def _gguf(device: str) -> float:
     dense, x, ids = (scales.float() * codes).flatten(1), _random(3, _K, device=device), torch.tensor([7, 0, 79])
     rows = qao.gguf_embedding(ids, weight, 8, torch.float32)
     exact = torch.equal(qao.dequantize_gguf(weight, 8, torch.float32), dense) and torch.equal(rows, dense[ids])
-    return _distance(qao.gguf_mm(x, weight, None, 8), reference.mm(x, dense)) if exact else math.inf
+    merged = torch.ops.qao._merged_gguf_mm(x, [weight, weight[:17]], [None, None], 8)
+    ys, expected = torch.cat([qao.gguf_mm(x, weight, None, 8), *merged], -1), reference.mm(x, dense)
+    return _distance(ys, torch.cat((expected, expected, expected[:, :17]), -1)) if exact else math.inf
 
 
 # Operator name to its error against the reference on a device.
@@ -333,9 +335,10 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "dequantize_int4": _dequantize_int4,
     "int4_embedding": lambda device: _embedding(device, schemes.Int4WeightOnly()),
     "gguf_mm": _gguf,
+    "_merged_gguf_mm": _gguf,
     "dequantize_gguf": _gguf,
     "gguf_embedding": _gguf,
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
 # Operators without CUDA kernels.
-OF_CPU = ("dequantize_gguf", "gguf_embedding", "gguf_mm", "quantize_blocks", "quantize_fp4")
+OF_CPU = ("_merged_gguf_mm", "dequantize_gguf", "gguf_embedding", "gguf_mm", "quantize_blocks", "quantize_fp4")

@@ -45,7 +45,8 @@ def inductor_options() -> dict[str, Any]:
     from .graph_pass import GraphPass  # imports Inductor
     from .nodes import has_hopper
 
-    options: dict[str, Any] = {_HOOK: GraphPass()}
+    # Tests of the sizes that each operator returns take 7 % of a token of SmolLM2 on a CPU. The suite makes them.
+    options: dict[str, Any] = {_HOOK: GraphPass(), "size_asserts": False, "alignment_asserts": False}
     if has_hopper():
         # Triton kernels that start before the kernel in front of them ends, as qao's do, and independent small kernels
         # in one launch: 3.30 -> 3.17 ms a token of Llama-3.1-8B in int4 on an H100.

@@ -1,8 +1,8 @@
-"""The compiled decoding step of ``generate()``, of which modules are checked once per call instead of at every token.
+"""Compiled decoding step of ``generate()``, which checks the model's modules once per call instead of once per token.
 
-Dynamo tests in each call whether the attributes of all modules are those that it compiled for. For a language model
-these are thousands of tests, which take a millisecond a token. Nothing changes a model while ``generate()`` runs, so
-here ``generate()`` compares them once, when it starts, and compiles again after a change.
+For every call, Dynamo tests whether the attributes of all modules are those that it compiled for. A language model has
+thousands of these guards, and they take a millisecond per token. Nothing changes a model while ``generate()`` runs.
+Therefore ``generate()`` compares the attributes once, when it starts, and compiles again after a change.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class CompiledStep:
 
 
 def takes(config: Any) -> bool:
-    """Whether ``CompiledStep`` compiles with this configuration: backend "qao", without options of its own."""
+    """Whether ``CompiledStep`` compiles with this configuration: backend "qao", without options."""
     return config.backend == "qao" and not config.options
 
 
 def _function_of(model: torch.nn.Module) -> Callable[..., Any]:
-    """A function with code of its own. Dynamo stores graphs by code, and those of one model must not serve another."""
+    """A function with separate code. Dynamo stores graphs by code, and those of one model must not serve another."""
     reference = ref(model)
 
     def step(*args: Any, **kwargs: Any) -> Any:
