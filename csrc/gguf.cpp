@@ -76,9 +76,9 @@ void dense_mm(const Op& op, const Tensor& x, Weight w, const mm::Problem& proble
 }
 
 // One GEMM of x and a weight, with its results allocated.
-struct Product {
-  Product(const char* name, const Tensor& x_tensor, const Tensor& weight_tensor,
-          const std::optional<Tensor>& bias_tensor, int64_t qtype, bool batch_invariant, int64_t index = -1)
+struct GgufProduct {
+  GgufProduct(const char* name, const Tensor& x_tensor, const Tensor& weight_tensor,
+              const std::optional<Tensor>& bias_tensor, int64_t qtype, bool batch_invariant, int64_t index = -1)
       : op(name), x("x", x_tensor), weight("weight", weight_tensor) {
     op.involve(&x), op.involve(&weight);
     if (bias_tensor) op.involve(&bias.emplace("bias", *bias_tensor));
@@ -106,7 +106,7 @@ struct Product {
     y.emplace(empty_rows(w.n, torch_dtype(problem.y_dtype), x));
     arguments.y = y->data_ptr();
   }
-  Product(const Product&) = delete;  // op points to the arguments
+  GgufProduct(const GgufProduct&) = delete;  // op points to the arguments
 
   int64_t work() const { return gemm.problem.m * gemm.problem.n * gemm.problem.k; }
   // Whether W in floats and torch's GEMM are faster than the kernel.
@@ -128,7 +128,7 @@ struct Product {
 
 Tensor gguf_mm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t qtype,
                bool batch_invariant) {
-  Product product("gguf_mm", x, weight, bias, qtype, batch_invariant);
+  GgufProduct product("gguf_mm", x, weight, bias, qtype, batch_invariant);
   const auto& [problem, arguments] = product.gemm;
   if (problem.m == 0) return *product.y;
   if (product.is_dense()) {
@@ -144,19 +144,19 @@ std::vector<Tensor> merged_gguf_mm(const Tensor& x, std::vector<Tensor> weight, 
   constexpr const char* kName = "_merged_gguf_mm";
   Op(kName).check(!weight.empty() && weight.size() == bias.size(),
                   "weight and bias must be lists of one length, at least 1", "Pass one tensor or None per weight");
-  std::vector<std::unique_ptr<Product>> products;
+  std::vector<std::unique_ptr<GgufProduct>> products;
   std::vector<cpu::Gemm> gemms;
   std::vector<Tensor> ys;
   int64_t work = 0;
   for (size_t i = 0; i < weight.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
-    products.push_back(std::make_unique<Product>(kName, x, weight[i], bias[i], qtype, false, index));
-    const Product& product = *products.back();
+    products.push_back(std::make_unique<GgufProduct>(kName, x, weight[i], bias[i], qtype, false, index));
+    const GgufProduct& product = *products.back();
     gemms.push_back(product.gemm);
     ys.push_back(*product.y);
     work += product.work();
   }
-  const Product& first = *products[0];
+  const GgufProduct& first = *products[0];
   if (first.gemm.problem.m == 0) return ys;
   if (!first.is_dense()) {
     first.op.check(cpu::mm(gemms, torch_threads(work)));

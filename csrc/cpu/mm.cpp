@@ -157,8 +157,8 @@ namespace {
 // Whether both pack x in the same way: they differ in N, the bias and the alignment of W at most.
 bool pack_alike(const Problem& a, const Problem& b) {
   const auto form = [](const Problem& p) {
-    return std::tuple(p.m, p.k, p.x, p.weight, p.gguf_type, p.x_dtype, p.y_dtype, p.x_scaling, p.weight_scaling, p.group_size,
-                      p.has_zeros, p.scale_dtype, p.x_zeros, p.quantizes_x, p.x_rotation, p.row_scales,
+    return std::tuple(p.m, p.k, p.x, p.weight, p.gguf_type, p.x_dtype, p.y_dtype, p.x_scaling, p.weight_scaling,
+                      p.group_size, p.has_zeros, p.scale_dtype, p.x_zeros, p.quantizes_x, p.x_rotation, p.row_scales,
                       p.batch_invariant);
   };
   return form(a) == form(b);
