@@ -8,14 +8,15 @@ Therefore ``generate()`` compares the attributes once, when it starts, and compi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 from weakref import ref
 
 import torch
 
-_VALUES = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+_NOT_READ = {"_modules", "_compiled_call", "_last_compile_config"}
 _numbers = itertools.count()
 
 
@@ -60,37 +61,39 @@ def _function_of(model: torch.nn.Module) -> Callable[..., Any]:
 
 def _state_of(model: torch.nn.Module) -> list[Any]:
     """Everything in a model that its graph may depend on: modules, their tensors and attributes."""
+    state: list[Any] = []
     seen: set[int] = set()
-    return [
-        (name, id(module), type(module), id(type(module).forward), *_attributes(vars(module), seen))
-        for name, module in model.named_modules()
-    ]
+    for name, module in model.named_modules():
+        state += name, id(module), type(module), id(type(module).forward)
+        _add_attributes(vars(module), state, seen)
+    return state
 
 
-def _attributes(attributes: Mapping[str, Any], seen: set[int]) -> Iterator[Any]:
+def _add_attributes(attributes: Mapping[str, Any], state: list[Any], seen: set[int]) -> None:
     for name, value in attributes.items():
-        if name in ("_parameters", "_buffers"):
+        if name == "_parameters" or name == "_buffers":
             for key, tensor in value.items():
-                yield key, id(tensor), *(() if tensor is None else _form(tensor))
-        elif name not in ("_modules", "_compiled_call", "_last_compile_config"):
-            yield name, _content(value, seen)
+                state += key, id(tensor)
+                if tensor is not None:
+                    state += tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
+        elif name not in _NOT_READ:
+            state.append(name)
+            _add(value, state, seen)
 
 
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
-
-
-def _content(value: Any, seen: set[int]) -> Any:
+def _add(value: Any, state: list[Any], seen: set[int]) -> None:
     """Plain values by value, other objects by identity; of configurations their attributes, too."""
-    if isinstance(value, _VALUES):
-        return value
-    if isinstance(value, Mapping):
-        return [(id(key) if not isinstance(key, _VALUES) else key, _content(one, seen)) for key, one in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [_content(one, seen) for one in value]
-    if isinstance(value, (set, frozenset)) and all(isinstance(one, _VALUES) for one in value):
-        return frozenset(value)
-    if hasattr(value, "to_diff_dict") and id(value) not in seen:  # a configuration of transformers
-        seen.add(id(value))
-        return id(value), *_attributes(vars(value), seen)
-    return id(value)
+    kind = type(value)
+    if kind in _PLAIN:
+        state.append(value)
+    elif isinstance(value, (Mapping, list, tuple)):
+        state += kind, len(value)
+        for one in value.items() if isinstance(value, Mapping) else value:
+            _add(one, state, seen)
+    elif isinstance(value, (set, frozenset)):
+        state.append(frozenset(one if type(one) in _PLAIN else id(one) for one in value))
+    else:
+        state.append(id(value))
+        if hasattr(value, "to_diff_dict") and id(value) not in seen:  # a configuration of transformers
+            seen.add(id(value))
+            _add_attributes(vars(value), state, seen)
