@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
     kept = {(row["file"], row["name"]): row for row in earlier(path, meta, but=("read_gb_s",))}
     meta["read_gb_s"] = ceilings("cpu")[0] / 1e9
     for file in arguments.files or [smollm2()]:
-        for row in _rows(file, arguments):
+        for row in measure(file, arguments.threads, arguments.steps, arguments.prompt):
             print(f"{row['file']}, {row['name']}: {row['decode']:.1f} and {row['prefill']:.0f} tokens/s", flush=True)
             kept[row["file"], row["name"]] = row
         write({"meta": meta, "rows": list(kept.values())}, path)
@@ -70,23 +70,23 @@ def smollm2() -> Path:
     return Path(str(next(file for file in files if file.name.endswith(".gguf")).locate()))
 
 
-def _rows(file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(file: Path, threads: int, steps: int, prompt: int) -> list[dict[str, Any]]:
     """A row per contender. Decoding reads all tensors but a separate embedding."""
     tensors = open_gguf(file).tensors
     skipped = "token_embd.weight" if "output.weight" in tensors else ""
     read = sum(info.nbytes for name, info in tensors.items() if name != skipped)
-    contenders = {"qao": _qao(file, arguments)}
+    contenders = {"qao": _qao(file, steps, prompt)}
     if find_spec(_PEER):
-        contenders["llama.cpp"] = _llama_cpp(file, arguments)
+        contenders["llama.cpp"] = _llama_cpp(file, threads, steps, prompt)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(_ROUNDS):
         for name, (decode, prefill) in contenders.items():
             seconds[name].append((decode(), prefill()))
     rows = []
     for name, pairs in seconds.items():
-        decoding, prompt = (median(column) for column in zip(*pairs, strict=True))
+        decoding, prefilling = (median(column) for column in zip(*pairs, strict=True))
         row = {"file": file.stem, "name": name, "mib": file.stat().st_size / 2**20, "read_mib": read / 2**20}
-        rows.append(row | {"decode": arguments.steps / decoding, "prefill": arguments.prompt / prompt})
+        rows.append(row | {"decode": steps / decoding, "prefill": prompt / prefilling})
     return rows
 
 
@@ -99,7 +99,7 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _qao(file: Path, arguments: argparse.Namespace) -> Times:
+def _qao(file: Path, steps: int, prompt: int) -> Times:
     """Seconds of decoding are those by which a longer call takes longer than a shorter one."""
     from transformers import CompileConfig
 
@@ -108,24 +108,24 @@ def _qao(file: Path, arguments: argparse.Namespace) -> Times:
     config: Any = CompileConfig(backend=_BACKEND)
     config._compile_all_devices = True
     options = {"cache_implementation": "static", "compile_config": config, "do_sample": False, "pad_token_id": 0}
-    ids, prompt = (torch.randint(100, 200, (1, count)) for count in (CONTEXT, arguments.prompt))
+    ids, text = (torch.randint(100, 200, (1, count)) for count in (CONTEXT, prompt))
 
     def generate(tokens: int) -> None:
         model.generate(ids, max_new_tokens=tokens, **options)
 
     def decode() -> float:
-        long = _seconds(partial(generate, _FIRST + arguments.steps))
+        long = _seconds(partial(generate, _FIRST + steps))
         return long - _seconds(partial(generate, _FIRST))
 
-    generate(_FIRST + arguments.steps)  # compiles for this cache, which serves both
+    generate(_FIRST + steps)  # compiles for this cache, which serves both
     generate(_FIRST)
-    return decode, lambda: _seconds(partial(model, prompt, logits_to_keep=1))
+    return decode, lambda: _seconds(partial(model, text, logits_to_keep=1))
 
 
-def _llama_cpp(file: Path, arguments: argparse.Namespace) -> Times:
+def _llama_cpp(file: Path, threads: int, steps: int, prompt: int) -> Times:
     from llama_cpp import Llama
 
-    length, threads = max(CONTEXT + arguments.steps, arguments.prompt) + 1, arguments.threads
+    length = max(CONTEXT + steps, prompt) + 1
     model = Llama(str(file), n_ctx=length, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def prefill(count: int) -> float:
@@ -134,10 +134,10 @@ def _llama_cpp(file: Path, arguments: argparse.Namespace) -> Times:
 
     def decode() -> float:
         prefill(CONTEXT)
-        return _seconds(lambda: [model.eval([token]) for token in range(100, 100 + arguments.steps)])
+        return _seconds(lambda: [model.eval([token]) for token in range(100, 100 + steps)])
 
     decode()
-    return decode, partial(prefill, arguments.prompt)
+    return decode, partial(prefill, prompt)
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------

@@ -49,6 +49,9 @@ def main() -> None:
     for header, rows, note in tables:
         print_table(header, rows)
         print(note)
+    file = language_model.find_model()
+    if device == "cpu" and file is not None:
+        language_model.show_compiled(file)
     print("\nNext: print(qao.quantize_(model, qao.Int4WeightOnly())) on a model of yours (docs/quantize.md)")
     print("Large layers: python examples/demo.py --layers; all sizes: python -m bench all")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import qao
 import torch
-from common import SCHEMES
+from common import SCHEMES, print_table
 from qao.diagnostics.perplexity import Evaluation, compare, perplexity
 from torch import nn
 
@@ -96,6 +96,19 @@ def run(path: Path, device: str) -> dict[str, Cells]:
         quality = [f"{reference.bits_per_byte:.4f}", "-"] if name == "fp32" else _quality(result, reference)
         rows[name] = [_mebibytes_of(model), f"{speeds[name]:.1f}", *quality]
     return rows
+
+
+def show_compiled(path: Path) -> None:
+    """Print the tokens per second of a compiled ``generate()``, and of llama.cpp if it is installed."""
+    from bench import gguf
+
+    print(f"\ncompiling the decoding step of {path.name} ...", flush=True)
+    with torch.inference_mode():
+        rows = gguf.measure(path, torch.get_num_threads(), steps=64, prompt=256)
+    cells = {row["name"]: [f"{row['decode']:.0f}", f"{row['prefill']:.0f}"] for row in rows}
+    if len(cells) == 1:
+        cells["llama.cpp"] = ["pip install llama-cpp-python", ""]
+    print_table(["tokens/s", "decoding, compiled", "prompt of 256"], [[name, *row] for name, row in cells.items()])
 
 
 def _under(model: nn.Module, scheme: qao.Scheme) -> nn.Module:
