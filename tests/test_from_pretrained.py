@@ -53,6 +53,21 @@ def logits(model: Any) -> torch.Tensor:
         return model(support.IDS).logits
 
 
+def test_the_deprecated_name_of_a_dtype_is_not_read(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers prints a warning whenever something reads it."""
+    pytest.importorskip("gguf")
+    from test_gguf_native import write
+
+    def fail(config: Any) -> None:
+        raise AssertionError("torch_dtype is read")
+
+    monkeypatch.setattr(transformers.PretrainedConfig, "torch_dtype", property(fail), raising=False)
+    for path in (native, write(tmp_path / "model.gguf", "Q4_K")):
+        assert qao.from_pretrained(path).dtype in (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.skipif(transformers.__version__ < "5", reason="KNOWN has the arguments of version 5")
 def test_every_argument_is_known() -> None:
     own = transformers.PreTrainedModel.from_pretrained

@@ -121,7 +121,7 @@ def dtype_of(config: Any, checkpoint: Any) -> torch.dtype:
 
     A GGUF file, in float32 otherwise, is computed in bfloat16 on a CPU that has instructions for it.
     """
-    given = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    given = getattr(config, "dtype", None)
     if isinstance(given, str):
         given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)
     if isinstance(given, torch.dtype):
