@@ -204,6 +204,18 @@ def test_other_tensors(kind: str, tmp_path: Path) -> None:
             assert torch.equal(tensor.float(), expected)
 
 
+def test_a_vector_in_blocks_is_refused(tmp_path: Path) -> None:
+    """llama.cpp writes norms and biases as floats."""
+    path = write(tmp_path / "model.gguf", float_model("llama"), "F32")
+    content = path.read_bytes()
+    name = b"output_norm.weight"
+    at = content.index(name) + len(name) + 4 + 8  # behind the number of dimensions and the only one
+    assert content[at : at + 4] == bytes(4)  # F32
+    path.write_bytes(content[:at] + (2).to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(CheckpointError, match=r"output_norm.weight is Q4_0, but vectors are floats"):
+        open_checkpoint(path)
+
+
 def test_constant_blocks(tmp_path: Path) -> None:
     """d = 0: every value of the block is m, whatever its nibbles are."""
     model = float_model("qwen2")

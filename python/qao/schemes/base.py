@@ -178,7 +178,9 @@ class Scheme(ABC):
         weight, stored = self._store(q.contiguous(), scales, zeros)
         sums = None if self.symmetric_activations else self._weight_sums(q, scales, zeros)
         scale = self.activation_scale
-        activation_scale = None if scale is None else torch.full((1,), scale, dtype=torch.float32, device=q.device)
+        activation_scale = (
+            None if scale is None else torch.full((1,), float(scale), dtype=torch.float32, device=q.device)
+        )
         n, k = q.shape
         return PackedWeight(weight, stored, sums, activation_scale, self._row_scales(scales), sizes=(n, k))
 

@@ -88,6 +88,8 @@ class GgufCheckpoint(Checkpoint):
                 self.layers[made.name] = made
                 self.rounded += made.note is not None
                 continue
+            if len(self._model.shape(part)) == 1 and info.type not in _FLOATS:
+                raise CheckpointError(f"{self._where(info)} is {info.type}, but vectors are floats. Download it again")
             self._others[part.name] = part
             expert = part.expert is not None or (bool(part.fused) and part.kind.endswith("proj"))
             linear = self._model.is_linear(part) or expert
