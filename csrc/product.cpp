@@ -140,7 +140,7 @@ Tensor Product::make_y() {
   return y;
 }
 
-void Product::launch(const Product* before) {
+void Product::launch([[maybe_unused]] const Product* before) {
   if (problem.m == 0) return;
   if (x_.is_cpu()) {
     // The CPU GEMM quantizes rows itself, except with one scale for the whole tensor.

@@ -180,7 +180,7 @@ def test_on_a_gpu_layers_are_float(tmp_path: Path) -> None:
     assert not any(map(kept_gguf_types, ({"": "cuda:0"}, "cuda", 0)))
     selected = _host.cpu_features()["selected"] if _host is not None else ""
     kept = set(GGUF_NUMBERS) if selected in ("avx512", "avx512_bf16", "amx") else set()
-    kept = set(GGUF_NUMBERS) - {"Q4_0", "Q4_1", "Q8_0"} if selected in ("avx2", "avx_vnni") else kept
+    kept = set(GGUF_NUMBERS) - {"Q4_0", "Q4_1"} if selected in ("avx2", "avx_vnni") else kept
     assert all(set(kept_gguf_types(where)) == kept for where in (None, {"": torch.device("cpu")}, "cpu"))
     with pytest.raises(ValueError, match='no kernels of GgufWeightOnly .*device_map="cpu", or choose a scheme'):
         check_devices({"lm_head": GgufWeightOnly("Q4_K")}, {"": "cuda"})

@@ -46,7 +46,14 @@ inline uint32_t load32(const uint8_t* bytes) {
   std::memcpy(&value, bytes, 4);
   return value;
 }
-inline float half(const uint8_t* bytes) { return from_fp16(load16(bytes)); }
+inline float half(const uint8_t* bytes) {
+#if defined(__F16C__)
+  typedef short Shorts8 __attribute__((vector_size(16)));
+  return __builtin_ia32_vcvtph2ps(Shorts8{static_cast<short>(load16(bytes))})[0];
+#else
+  return from_fp16(load16(bytes));
+#endif
+}
 
 // A vector: compilers unroll loops of 16 to scalar code.
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));

@@ -22,6 +22,7 @@ void pack_int16_panels(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
 void float32_w8_gemv(const Job& job, int64_t begin, int64_t end);
+void fixed_point_gguf_gemv(const Job& job, int64_t begin, int64_t end);
 void float32_gguf_gemv(const Job& job, int64_t begin, int64_t end);
 void float32_gemm(const Job& job, int64_t begin, int64_t end);
 void float32_wide_gemm(const Job& job, int64_t begin, int64_t end);  // sums of few columns separately; 4-bit W

@@ -30,6 +30,8 @@ bool fits_byte_tiles(const Problem& p) {
   return dtype != DType::kFloat32 && p.group_size != 32;
 }
 bool has_float32_x(const Problem& p) { return (p.x == Format::kFp8 ? p.y_dtype : p.x_dtype) == DType::kFloat32; }
+// float32 x has two words of fixed point, other x one.
+bool has_few_words(const Problem& p) { return p.m == 1 || p.x_dtype != DType::kFloat32; }
 bool has_bf16_x(const Problem& p) {  // fp8 x is widened to bfloat16
   return (p.x == Format::kFp8 && (p.weight != Format::kInt4 || p.y_dtype == DType::kBFloat16)) ||
          (p.x == Format::kFloat && p.x_dtype == DType::kBFloat16);
@@ -83,6 +85,8 @@ constexpr Kernel kKernels[] = {
      avx512::float32_gguf_gemm},
     {"avx512 gemv vpdpbusd", kAvx512, kFloatX, kGguf, kAny, nullptr, &kFixedPointSegments,
      avx512::fixed_point_gguf_gemv},
+    {"avx2 gemv vpmaddwd", kAvx2, kFloatX, kGguf, up_to(4), has_few_words, &kFixedPointSegments,
+     avx2::fixed_point_gguf_gemv},
     {"avx2 gemv vfmadd231ps", kAvx2, kFloatX, kGguf, up_to(4), nullptr, &kFloat32RowsAvx2, avx2::float32_gguf_gemv},
     {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kGguf, kAny, nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
 

@@ -19,7 +19,7 @@ HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "
 CODE = ("trust_remote_code", "code_revision")
 _BF16 = ("avx512_bf16", "amx")  # instruction sets with products of bfloat16
 _GGUF = ("avx512", *_BF16)  # with integer kernels of GGUF blocks
-_GGUF_IN_FLOAT = ("avx2", "avx_vnni")  # with kernels in float32, faster than W in float32 but slower than int4 or int8
+_GGUF_BUT_4_BITS = ("avx2", "avx_vnni")  # where int4 is faster than Q4_0 and Q4_1
 
 
 def configuration(
@@ -139,8 +139,8 @@ def kept_gguf_types(device_map: Any) -> tuple[str, ...]:
     if _host is None or not _is_on_cpu(device_map):
         return ()
     selected = _host.cpu_features()["selected"]
-    if selected in _GGUF_IN_FLOAT:
-        return tuple(kind for kind in GGUF_NUMBERS if kind not in ("Q4_0", "Q4_1", "Q8_0"))
+    if selected in _GGUF_BUT_4_BITS:
+        return tuple(kind for kind in GGUF_NUMBERS if kind not in ("Q4_0", "Q4_1"))
     return tuple(GGUF_NUMBERS) if selected in _GGUF else ()
 
 
