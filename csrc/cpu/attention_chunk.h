@@ -34,8 +34,6 @@ struct Attention {
   }
   static void put(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
-  static Floats select(auto condition, Floats a, Floats b) { return condition ? a : b; }
-
   // Returns the number of keys that count for any row; their indices are in `used`, then padding. The mask of these
   // keys is in `mask`, [mask_rows][kChunkKeys], with -infinity for keys that do not count.
   static int64_t read_mask(const AttentionChunk& c, float* mask, int32_t* used) {
@@ -59,9 +57,9 @@ struct Attention {
         for (int64_t j = 0; j < c.keys; ++j) to[j] = load(c.mask, start + j * c.mask_key_stride, c.mask_dtype);
       }
       for (int64_t j = 0; j < c.keys; j += kLanes) {
-        const Floats values = at(to + j), counted = select(values < c.lowest, all(kNever), values);
+        const Floats values = at(to + j), counted = values < c.lowest ? all(kNever) : values;
         put(to + j, counted);
-        put(largest + j, select(counted != kNever, all(0), at(largest + j)));
+        put(largest + j, counted != kNever ? all(0) : at(largest + j));
       }
     }
     int64_t count = 0;
@@ -160,32 +158,23 @@ struct Attention {
 
   // Scores to exponentials, in place. `added` is the mask of the row, or null.
   static void exponentials(const AttentionChunk& c, const float* added, int64_t count, int64_t row, float* scores) {
-    Floats most = all(kNever);
-    const auto score_at = [&](int64_t i) {
-      const Floats score = at(scores + i) * c.scale;
-      if (added == nullptr) return score;
-      const Floats mask = at(added + i);
-      return select(mask == kNever, all(kNever), score + mask);
-    };
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      const Floats score = score_at(i);
-      put(scores + i, score);
-      most = select(score > most, score, most);
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Floats score = at(scores + i) * c.scale, mask = added == nullptr ? Floats{} : at(added + i);
+      put(scores + i, mask == kNever ? all(kNever) : score + mask);
     }
-    if (i < count) {
-      put(scores + i, score_at(i));
-      for (int64_t j = count; j < i + kLanes; ++j) scores[j] = kNever;
+    for (int64_t i = count; i < padded(count, kLanes); ++i) scores[i] = kNever;
+    Floats most = all(kNever);
+    for (int64_t i = 0; i < count; i += kLanes) {
       const Floats score = at(scores + i);
-      most = select(score > most, score, most);
+      most = score > most ? score : most;
     }
     float largest = kNever;
     for (int lane = 0; lane < kLanes; ++lane) largest = most[lane] > largest ? most[lane] : largest;
     Floats total = {};
-    for (i = 0; i < count; i += kLanes) {
+    for (int64_t i = 0; i < count; i += kLanes) {
       const Floats score = at(scores + i), below = score - largest;  // NaN stays NaN
-      const Floats e = Simd::exponential(select(below < -100, all(-100), below));
-      const Floats weight = select(score == kNever, Floats{}, e);
+      const Floats e = Simd::exponential(below < -100 ? all(-100) : below);
+      const Floats weight = score == kNever ? Floats{} : e;
       put(scores + i, weight);
       total += weight;
     }

@@ -123,10 +123,7 @@ void run_row(const Job& job, int64_t n, int64_t m, int16_t* words) {
   }
   const float bias = job.bias != nullptr ? load(job.bias, n, job.bias_dtype) : 0.0f;
   for (int i = 0; i < kM; ++i) {
-    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(sums[i]), _mm256_extractf128_ps(sums[i], 1));
-    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    const float sum = _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
-    store(job.y, (m + i) * job.n + n, job.y_dtype, sum + bias);
+    store(job.y, (m + i) * job.n + n, job.y_dtype, lane_sum(sums[i]) + bias);
   }
 }
 

@@ -101,12 +101,6 @@ RowParameters of_row(const Job& job, const Parameters* parameters, int64_t tile,
           _mm256_blend_ps(values.zero, _mm256_broadcast_ss(group[1].zero + row), 0xCC)};
 }
 
-float lane_sum(__m256 a) {
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
 __m256 widened(__m256i sums) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
 
 // out[kM][16]: rows g and g + 8. x_sums: those of rows m .. m + kM.

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "cpu/quantize_group.h"
+#include "cpu/x86/avx2/simd.h"
 
 namespace qao::cpu {
 namespace {
@@ -25,12 +26,7 @@ inline float lowest_of(Two x) {
   four = _mm_min_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_min_ss(four, _mm_movehdup_ps(four)));
 }
-inline float sum_of(Two x) {
-  const __m256 eight = _mm256_add_ps(x.a, x.b);
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
-}
+inline float sum_of(Two x) { return lane_sum(_mm256_add_ps(x.a, x.b)); }
 inline __m128i to_eight_bytes(__m256 x) {
   const __m256i low = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0xFF));
   const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));

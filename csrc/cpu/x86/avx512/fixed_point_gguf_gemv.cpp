@@ -17,14 +17,20 @@ constexpr int kRows = 4;               // of W at a time
 constexpr int64_t kAheadBytes = 4096;  // distance of prefetches in W, at least
 constexpr int kPlanes = 2 * kTileColumns;
 
-// Lanes of Unit::scales for chain `chain`: lane l multiplies segment l / 4 of its vectors.
+// The segment that lane `lane` of the scales of a chain multiplies: number lane / 4 of its vectors.
+template <Type kType>
+inline int segment_of(int chain, int lane) {
+  constexpr Segments kOrder = segment_order(kType);
+  return kOrder.of[chain * (16 / Unpack<kType>::kScales) + lane / 4];
+}
+
+// Lanes of Unit::scales for chain `chain`.
 template <Type kType>
 inline __m512i lanes_of(int chain) {
   using U = Unpack<kType>;
-  constexpr Segments kOrder = segment_order(kType);
   alignas(64) int lanes[16];
   for (int l = 0; l < 16; ++l) {
-    const int segment = kOrder.of[chain * (16 / U::kScales) + l / 4];
+    const int segment = segment_of<kType>(chain, l);
     lanes[l] = U::kPairs ? segment / 2 : segment;
   }
   return _mm512_load_si512(lanes);
@@ -50,12 +56,10 @@ template <Type kType>
 struct Tail {
   using U = Unpack<kType>;
   explicit Tail(const Job& job) : columns(job.k % kUnit) {
-    constexpr Segments kOrder = segment_order(kType);
     for (int lane = 0; lane < 16; ++lane) {
       minima |= static_cast<__mmask16>((lane * kSegment < columns) << lane);
       for (int c = 0; c < U::kScales; ++c) {
-        const int segment = kOrder.of[c * (16 / U::kScales) + lane / 4];
-        scales[c] |= static_cast<__mmask16>((segment * kSegment < columns) << lane);
+        scales[c] |= static_cast<__mmask16>((segment_of<kType>(c, lane) * kSegment < columns) << lane);
       }
     }
   }
