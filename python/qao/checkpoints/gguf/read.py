@@ -116,7 +116,7 @@ class GgufCheckpoint(Checkpoint):
         """The layer of a part; None if it is read as float."""
         linear, embedding = self._model.is_linear(part), part.module == "model.embed_tokens"
         plain = _LINEAR.get(info.type) if linear else None
-        if info.type in self.native if linear else embedding and self.native and info.type in GGUF_NUMBERS:
+        if info.type in (self.native if linear else GGUF_NUMBERS if embedding and self.native else ()):
             own = GgufWeightOnly(info.type)
             plain = own, partial(_checked, own), None
         if plain is None:
