@@ -1,6 +1,7 @@
 // Attention of few tokens over a key-value cache.
 #include "qao/attention.h"
 
+#include "attention_operands.h"
 #include "cpu/attention.h"
 #include "operators.h"
 
@@ -16,7 +17,7 @@ struct Operand {
   Operand(const Op& op, const Tensor& tensor, const Argument& given) {
     op.check(given.dim() == 4, "q, k and v must have shape [batch, heads, length, size]",
              "Call view or unsqueeze on them");
-    const bool regular = (given.size(3) == 1 || given.stride(3) == 1) && (given.is_cpu() || is_aligned(given));
+    const bool regular = (given.size(3) == 1 || given.stride(3) == 1) && (given.is_cpu() || has_aligned_rows(given));
     if (!regular) copy = given.is_contiguous() ? cloned(tensor, given) : contiguous(tensor, given);
     data = regular ? given.data() : copy->data_ptr();
     int64_t step = 1;  // of a contiguous tensor
@@ -24,13 +25,6 @@ struct Operand {
       step *= given.size(i + 1);
       strides[i] = regular ? given.stride(i) : step;
     }
-  }
-  static bool is_aligned(const Argument& given) {
-    bool aligned = given.is_aligned(attention::kAlignment);
-    for (int i = 0; i < 3; ++i) {  // elements of two bytes; others fail later
-      aligned = aligned && (given.size(i) == 1 || given.stride(i) * 2 % attention::kAlignment == 0);
-    }
-    return aligned;
   }
   std::optional<Tensor> copy;
   const void* data;

@@ -15,6 +15,7 @@ const qao::Operators kTables[] = {
     qao::mm_operators(),
     qao::merged_mm_operators(),
     qao::scaled_mm_operators(),
+    qao::token_attention_operators(),
     qao::norm_mm_operators(),
     qao::expert_operators(),
     qao::quantize_operators(),

@@ -35,6 +35,7 @@ Operators quantize_operators();
 Operators quantize_weight_operators();
 Operators quantize_weight_in_place_operators();
 Operators scaled_mm_operators();
+Operators token_attention_operators();
 
 // A string as a template argument.
 template <size_t size>

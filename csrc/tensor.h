@@ -100,7 +100,7 @@ class Op {
   const char* name_;
   const char* note_ = "";
   // Arrays avoid the allocations of a vector in every call.
-  std::array<const Argument*, 9> arguments_;
+  std::array<const Argument*, 10> arguments_;
   std::array<std::pair<const char*, int64_t>, 4> numbers_;
   size_t argument_count_ = 0, number_count_ = 0;
 };

@@ -2,7 +2,6 @@
 //
 // The warps' parts of the softmax are summed in shared memory. Each CTA then sends its rows to the CTA of the cluster
 // that owns them, which sums again and stores. Sums have a fixed order.
-#include <cmath>
 #include <limits>
 #include <string>
 
@@ -13,8 +12,6 @@
 
 namespace qao::attention {
 namespace {
-
-constexpr int kMostSplits = 8;  // the portable cluster size
 
 template <int kSize>
 struct Shared {
@@ -50,11 +47,6 @@ __device__ __forceinline__ void store_y(const Params& s, const Block& block, int
   store_float4(s.arguments.y, y_row * s.value_size + d, Half<T>::kDType,
                {none ? 0 : value.x * inverse, none ? 0 : value.y * inverse, none ? 0 : value.z * inverse,
                 none ? 0 : value.w * inverse});
-}
-
-// Rows that each CTA of a cluster owns, of those that it stores: row r belongs to CTA r % splits.
-__host__ __device__ constexpr int owned_rows(int stored_rows, int log2_splits) {
-  return (stored_rows + (1 << log2_splits) - 1) >> log2_splits;
 }
 
 // Sends this CTA's part of a row to its owner.
@@ -126,18 +118,6 @@ __global__ void __launch_bounds__(kWarps<kSize> * 32, 1) decode_kernel(const __g
 #endif
 }
 
-// CTAs of a cluster: as many as have a tile for each warp, while the GPU runs all clusters at once. A GPC has SMs left
-// that fill no cluster: 16 clusters of 8 took two waves on the 132 SMs of an H200.
-template <int kSize>
-int log2_splits(const Params& s, int64_t blocks, int num_sms) {
-  int result = 0;
-  while ((1 << result) < kMostSplits && int64_t{kTileKeys} * kWarps<kSize> << result < s.keys &&
-         blocks << (result + 1) <= num_sms - 4 * ((2 << result) - 1)) {
-    ++result;
-  }
-  return result;
-}
-
 template <typename T, int kSize>
 Status launch_kernel_of(Params s, int64_t batch, cudaStream_t stream) {
   const auto kernel = decode_kernel<T, kSize>;
@@ -147,7 +127,7 @@ Status launch_kernel_of(Params s, int64_t batch, cudaStream_t stream) {
   if (Status status = grant_shared_memory(address); !status.ok()) return status;
   const int64_t blocks = batch * s.kv_heads * s.row_blocks;
   const bool hopper = is_hopper_code(address);
-  if (hopper) s.log2_splits = log2_splits<kSize>(s, blocks, gpu.num_sms);
+  if (hopper) s.log2_splits = log2_splits(kTileKeys * kWarps<kSize>, s.keys, blocks, gpu.num_sms);
   s.splits = 1 << s.log2_splits;
   if (blocks << s.log2_splits > std::numeric_limits<int>::max()) {
     return Status::error("more sequences and heads than a GPU's grid holds", "Pass fewer sequences at a time");
@@ -197,7 +177,7 @@ Status launch(const Problem& p, const Arguments& a, void* stream) {
   s.group = s.heads / s.kv_heads, s.rows = s.group * s.queries;
   s.row_blocks = static_cast<int>(ceil_div(s.rows, kRows));
   s.mask = p.mask, s.mask_dtype = p.mask_dtype, s.scale = p.scale;
-  s.excluding = std::nextafter(p.lowest_mask(), -std::numeric_limits<float>::infinity());
+  s.excluding = largest_excluding(p.mask, p.mask_dtype);
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   return p.dtype == DType::kBFloat16 ? launch_of<__nv_bfloat16>(s, p.batch, on) : launch_of<__half>(s, p.batch, on);
 }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attention/mask.cuh"
+#include "attention/softmax.cuh"
 #include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
@@ -29,37 +30,6 @@ __device__ __forceinline__ Eight load_eight(const uint16_t* from, bool exists) {
   Eight value{};
   if (exists) *reinterpret_cast<uint4*>(&value) = *reinterpret_cast<const uint4*>(from);
   return value;
-}
-
-// Part of a softmax over keys: the largest score, and the sum of e^(score - largest).
-struct __align__(8) Part {
-  float largest, sum;
-};
-
-// exp(score - largest), where `largest` may be of no key.
-__device__ __forceinline__ float weight_of(float score, float largest) {
-  return __expf(score - (largest == -INFINITY ? 0.0f : largest));
-}
-
-// Sums `count` parts in their order. A part without a key is not read.
-template <int kMost, typename PartOf, typename ValuesOf>
-__device__ __forceinline__ Part combine(int count, const PartOf& part_of, const ValuesOf& values_of, float4& values) {
-  Part all{-INFINITY, 0};
-  values = {0, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) all.largest = fmaxf(all.largest, part_of(i).largest);
-  }
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    const Part part = i < count ? part_of(i) : Part{-INFINITY, 0};
-    if (part.sum == 0) continue;
-    const float weight = weight_of(part.largest, all.largest);
-    const float4 own = values_of(i);
-    all.sum += weight * part.sum;
-    values.x += weight * own.x, values.y += weight * own.y, values.z += weight * own.z, values.w += weight * own.w;
-  }
-  return all;
 }
 
 // What a lane holds of its warp's rows g and g + 8, with g = lane / 4 and t = lane % 4.

@@ -3,11 +3,31 @@
 
 #include <cuda_fp16.h>
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "qao/attention.h"
 
 namespace qao::attention {
+
+// What a mask element of these bits adds to a score.
+__device__ __forceinline__ float mask_value(Mask mask, DType dtype, uint32_t bits) {
+  if (mask == Mask::kBool) return bits != 0 ? 0 : -INFINITY;
+  if (dtype == DType::kFloat32) return __uint_as_float(bits);
+  if (dtype == DType::kBFloat16) return __uint_as_float(bits << 16);
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+}
+__device__ __forceinline__ float load_mask_value(const void* data, Mask mask, DType dtype, int64_t at) {
+  if (mask == Mask::kBool) return mask_value(mask, dtype, static_cast<const uint8_t*>(data)[at]);
+  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[at];
+  return mask_value(mask, dtype, static_cast<const uint16_t*>(data)[at]);
+}
+
+// The largest value of a float mask that excludes a key.
+inline float largest_excluding(Mask mask, DType dtype) {
+  return std::nextafter(lowest_mask(mask, dtype), -std::numeric_limits<float>::infinity());
+}
 
 constexpr int kRows = 16;  // most rows of a CTA: those of an mma.sync tile
 
@@ -63,10 +83,7 @@ __device__ __forceinline__ void load_mask(const Params& s, const int64_t (&at)[c
 }
 
 __device__ __forceinline__ float mask_value(const Params& s, uint32_t bits) {
-  if (s.mask == Mask::kBool) return bits != 0 ? 0 : -INFINITY;
-  if (s.mask_dtype == DType::kFloat32) return __uint_as_float(bits);
-  if (s.mask_dtype == DType::kBFloat16) return __uint_as_float(bits << 16);
-  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  return mask_value(s.mask, s.mask_dtype, bits);
 }
 
 // The mask of rows g and g + 8 of a CTA, for the lanes that hold scores of them.

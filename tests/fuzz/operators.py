@@ -23,6 +23,7 @@ import test_norm_silu
 import test_quantize_ops
 import test_rotation
 import test_swiglu
+import test_token_attention
 import torch
 from ops_schemes import INT4, PRODUCTS, Int4Format, generator
 from qao import ops
@@ -304,6 +305,21 @@ def decode_attention(rng: random.Random, device: str) -> int:
     return 1
 
 
+def token_attention(rng: random.Random, device: str) -> int:
+    """With _key_range of the same mask."""
+    kv_heads, group, batch = rng.randint(1, 3), rng.randint(1, 8), rng.randint(1, 3)
+    keys = rng.choice((1, 127, 128, 129, rng.randint(1, 600)))
+    dtype, head = float_dtype(rng), 2 * rng.randint(1, 65)
+    if device == "cuda":  # what the kernel takes
+        dtype, head = rng.choice((torch.bfloat16, torch.float16)), rng.choice((64, 128))
+    mask, rotates = rng.choice(test_token_attention.MASKS), rng.random() < 0.5
+    shape = (batch, kv_heads * group, kv_heads, keys, head)
+    given = test_token_attention.operands(shape, dtype, device, mask, rotates)
+    what = described(shape=list(shape), dtype=dtype, mask=mask, rotates=rotates)
+    _bounded(lambda: test_token_attention.check(given), what)
+    return 2
+
+
 def merged(word: str, rng: random.Random, device: str) -> int:
     """Several weights: the bits of separate calls."""
     scheme, k = SCHEMES[word](), 16 * rng.randint(1, 12)
@@ -347,6 +363,7 @@ def gguf_mm(rng: random.Random, device: str) -> int:
 OPERATORS: dict[str, Fuzzer] = {
     **dict.fromkeys(("gguf_mm", "_merged_gguf_mm", "dequantize_gguf", "gguf_embedding"), gguf_mm),
     **{f"_merged_{word}_mm": partial(merged, word) for word in SCHEMES},
+    **dict.fromkeys(("_token_attention", "_key_range"), token_attention),
     "_merged_add_rms_norm_int4_mm": partial(add_rms_norm_int4_mm, several=True),
     **{f"{scheme.word}_mm": partial(products.dense, scheme) for scheme in PRODUCTS},
     **{f"{scheme.word}_grouped_mm": partial(products.grouped, scheme) for scheme in PRODUCTS},

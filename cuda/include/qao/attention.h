@@ -12,6 +12,11 @@ namespace qao::attention {
 
 enum class Mask : int { kNone, kBool, kFloat };
 
+// A mask value below it counts as -infinity, so that keys masked by the least float of a dtype are not read.
+constexpr float lowest_mask(Mask mask, DType dtype) {
+  return mask == Mask::kFloat && dtype == DType::kFloat16 ? -65503.0f : -1e30f;
+}
+
 struct Problem {
   int64_t batch = 0, heads = 0, kv_heads = 0, queries = 0, keys = 0;
   int64_t size = 0, value_size = 0;  // of a head, in q and k, and in v
@@ -20,8 +25,7 @@ struct Problem {
   DType mask_dtype = DType::kBFloat16;
   float scale = 1;
 
-  // A mask value below it counts as -infinity, so that keys masked by the least float of a dtype are not read.
-  float lowest_mask() const { return mask == Mask::kFloat && mask_dtype == DType::kFloat16 ? -65503.0f : -1e30f; }
+  float lowest_mask() const { return attention::lowest_mask(mask, mask_dtype); }
 };
 
 // Strides are in elements. The last dimension of q, k and v is contiguous.

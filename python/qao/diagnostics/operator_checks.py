@@ -95,6 +95,17 @@ def _decode_attention(device: str) -> float:
     return _distance(y, (weights @ values).transpose(1, 2))
 
 
+def _token_attention(device: str) -> float:
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        return 0.0  # the kernel is for Hopper
+    q, k, v = (_random(2, heads, 1, 64, device=device) for heads in (4, 2, 2))
+    keys, values = (_random(2, 2, 33, 64 + extra, device=device)[..., :64] for extra in (0, 8))
+    position = torch.tensor([20], device=device)
+    mask = (torch.arange(33, device=device) <= 20)[None, None, None]
+    y = qao._token_attention(q, k, v, None, None, position, keys, values, mask, qao._key_range(mask), 0.125)
+    return _distance(y, qao.decode_attention(q, keys, values, mask, 0.125))
+
+
 def _int8_scaled_mm(device: str) -> float:
     x, q = _random(33, _K, device=device), _random(_N, _K, device=device).mul(40).to(torch.int8)
     scales = torch.full((_N,), 0.01, device=device)
@@ -306,6 +317,8 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"_merged_{scheme.word}_mm": _merged_product(scheme()) for scheme in schemes.SCHEMES.values()},
     **{f"{word}_grouped_mm": _grouped_product(scheme()) for word, scheme in schemes.SCHEMES.items()},
     "decode_attention": _decode_attention,
+    "_key_range": _token_attention,
+    "_token_attention": _token_attention,
     "expert_sort": _expert_rows,
     "expert_sum": _expert_rows,
     "expert_topk": _expert_topk,

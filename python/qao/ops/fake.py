@@ -94,6 +94,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Ten
     return torch.empty((batch, queries, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
 
 
+@fake_kernel("_key_range")
+def _(mask: Tensor) -> Tensor:
+    return mask.new_empty((mask.shape[0], 4), dtype=torch.int32)
+
+
+@fake_kernel("_token_attention")
+def _(q: Tensor, *rest: Any) -> Tensor:
+    batch, heads, _, size = q.shape
+    return torch.empty((batch, 1, heads, size), dtype=q.dtype, device=q.device)
+
+
 @fake_kernel("add_rms_norm_int4_mm")
 def _(
     x: Tensor,
