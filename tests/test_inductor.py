@@ -22,8 +22,9 @@ def randn(*size: int, seed: int, device: str = "cpu", dtype: torch.dtype = torch
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """No graph from a cache: it would skip the passes."""
+    """The same weights in any order of tests, and no graph from a cache: it would skip the passes."""
     torch._dynamo.reset()
+    torch.manual_seed(0)
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()
