@@ -7,6 +7,7 @@ up to the last key that counts.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -24,6 +25,7 @@ _MASKS = {  # ATen's attention on a CPU and on a GPU, and its argument of the ma
     aten._scaled_dot_product_efficient_attention.default: "attn_bias",
     aten._scaled_dot_product_flash_attention.default: "",  # takes none
 }
+_EXCLUDED = -math.inf, -65536.0  # what ATen makes of False; the second for cuDNN
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
@@ -39,7 +41,7 @@ def replace_attention(graph: Graph, report: Report) -> None:
             continue
         query, key, other = given["query"], _ungrouped(given["key"]), _ungrouped(given["value"])
         # The operator broadcasts the mask, and reads one that heads share once.
-        mask = strip(given.get(_MASKS[node.target]), aten.expand.default)
+        mask = _plain_mask(given.get(_MASKS[node.target]))
         scale = given["scale"] if given["scale"] is not None else value(query).shape[-1] ** -0.5
         with graph.inserting_before(node):
             y = call(graph, node, torch.ops.qao.decode_attention.default, query, key, other, mask, scale)
@@ -49,6 +51,23 @@ def replace_attention(graph: Graph, report: Report) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
         report.replace("decode_attention", node)
+
+
+def _plain_mask(node: Any) -> Any:
+    """A mask before ATen expanded it, and before it turned booleans to numbers."""
+    node = strip(node, aten.expand.default)
+    if is_call(node, aten.where.self):
+        given = arguments(node)
+        if _constant(given["self"]) == 0 and _constant(given["other"]) in _EXCLUDED:
+            return strip(given["condition"], aten.expand.default)
+    return node
+
+
+def _constant(node: Any) -> float | None:
+    """The number that fills a tensor."""
+    if is_call(node, aten.full.default):
+        return arguments(node)["fill_value"]  # type: ignore[no-any-return]
+    return arguments(node)["s"] if is_call(node, aten.scalar_tensor.default) else None
 
 
 def _unsuitable(node: Node, given: dict[str, Any]) -> str | None:

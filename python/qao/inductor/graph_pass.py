@@ -9,12 +9,25 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph
 
 from . import report
+from .argmax import split_argmax
 from .attention import replace_attention
+from .counters import join_counters
 from .norms import fuse_norms
+from .outer import multiply_outer_products
 from .products import merge_products
 from .quantizers import fuse_quantization
+from .token_attention import fuse_token_attention
 
-_PASSES = replace_attention, fuse_quantization, merge_products, fuse_norms
+_PASSES = (
+    replace_attention,
+    fuse_token_attention,
+    fuse_quantization,
+    merge_products,
+    fuse_norms,
+    split_argmax,
+    join_counters,
+    multiply_outer_products,
+)
 SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
