@@ -75,6 +75,8 @@ def _unsuitable(node: Node, given: dict[str, Any]) -> str | None:
     tokens = value(given["query"]).shape[2]
     if not isinstance(tokens, int):
         return "the number of tokens is dynamic; a call with one token has a graph to itself"
+    if not isinstance(value(given["query"]).shape[3], int):
+        return "the size of a head is dynamic"
     if tokens > MOST_QUERIES:
         return f"more than {MOST_QUERIES} tokens, for which ATen's kernel is faster"
     if given["is_causal"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,13 +46,15 @@ def rows_of(node: Node) -> int | None:
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
+def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether shapes are equal whatever the value of dynamic sizes."""
+    return len(one) == len(other) and statically_known_true(sym_eq(tuple(one), tuple(other)))
+
+
 def alike(*nodes: Node) -> bool:
     """Whether results have one dtype, and one shape whatever the value of dynamic sizes."""
     first, *others = map(value, nodes)
-    return all(
-        one.dtype == first.dtype and one.dim() == first.dim() and statically_known_true(sym_eq(one.shape, first.shape))
-        for one in others
-    )
+    return all(one.dtype == first.dtype and same_sizes(one.shape, first.shape) for one in others)
 
 
 def has_hopper(device: torch.device | None = None) -> bool:

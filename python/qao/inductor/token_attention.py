@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .nodes import arguments, aten, call, inserting_behind, is_call, on_hopper, value
+from .nodes import alike, arguments, aten, call, inserting_behind, is_call, on_hopper, same_sizes, value
 from .report import Report
 
 _qao: Any = torch.ops.qao
@@ -57,15 +57,17 @@ def fuse_token_attention(graph: Graph, report: Report) -> None:
 
 def applies(q: Node, k: Node) -> bool:
     """Whether a kernel takes these heads."""
-    _, heads, queries, size = value(q).shape
+    _, *sizes = value(q).shape
+    if not all(isinstance(each, int) for each in (*sizes, value(k).shape[1])):
+        return False
+    heads, queries, size = sizes
     fits = queries == 1 and size in _SIZES and heads <= _MOST_GROUP * value(k).shape[1]
     return fits and on_hopper(q) and value(q).dtype in (torch.bfloat16, torch.float16)
 
 
 def _is_shared(mask: Node, cache: Tensor) -> bool:
     """Whether a mask [B or 1, 1, 1, keys] serves all heads."""
-    shape = value(mask).shape
-    return len(shape) == 4 and shape[0] in (1, cache.shape[0]) and shape[1:] == (1, 1, cache.shape[2])
+    return any(same_sizes(value(mask).shape, (batch, 1, 1, cache.shape[2])) for batch in (1, cache.shape[0]))
 
 
 class _Update(NamedTuple):
@@ -90,9 +92,10 @@ def _update(node: Node, reader: Node) -> _Update | None:
     copies = [user for user in node.users if is_call(user, aten.copy_.default) and user.args == (cache, node)]
     if cache.op != "placeholder" or len(copies) != 1 or set(node.users) != {reader, *copies}:
         return None
-    if set(cache.users) != {node, *copies} or value(position).dtype != torch.int64 or value(position).shape != (1,):
+    if set(cache.users) != {node, *copies} or value(position).dtype != torch.int64:
         return None
-    fits = value(new).shape == (*value(cache).shape[:2], 1, value(cache).shape[3])
+    batch, heads, _, size = value(cache).shape
+    fits = same_sizes(value(position).shape, (1,)) and same_sizes(value(new).shape, (batch, heads, 1, size))
     return _Update(node, cache, position, new, copies[0]) if fits and value(cache).stride(3) == 1 else None
 
 
@@ -120,9 +123,9 @@ def _rotation(node: Node) -> tuple[Node, Node, Node] | None:
 def _is_angle(node: Any, x: Node) -> bool:
     if not isinstance(node, Node):
         return False
-    batch, *rest = value(node).shape
-    is_shared = batch in (1, value(x).shape[0]) and rest == [1, 1, value(x).shape[3]]
-    return is_shared and value(node).dtype == value(x).dtype
+    batch, *_, size = value(x).shape
+    fits = any(same_sizes(value(node).shape, (each, 1, 1, size)) for each in (1, batch))
+    return fits and value(node).dtype == value(x).dtype
 
 
 def _turned(node: Any) -> Node | None:
@@ -138,7 +141,7 @@ def _turned(node: Any) -> Node | None:
     half = value(node).shape[3] // 2
     of_high, of_low = arguments(high), arguments(low)
     x = of_low["self"]
-    if value(x).shape != value(node).shape or of_high["self"] is not x or {of_high["dim"], of_low["dim"]} - {-1, 3}:
+    if not alike(x, node) or of_high["self"] is not x or {of_high["dim"], of_low["dim"]} - {-1, 3}:
         return None
     fits = of_high["start"] == half and (of_low["start"] or 0) == 0 and of_low["end"] == half
     return x if fits and value(high).shape[3] == half and of_high["step"] == of_low["step"] == 1 else None
