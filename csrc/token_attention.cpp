@@ -1,9 +1,6 @@
 // Attention of one token per sequence: rotary embedding, write to a static cache, and softmax. Graph passes call it.
 #include "qao/token_attention.h"
 
-#include <algorithm>
-#include <array>
-
 #include "attention_operands.h"
 #include "cpu/token_attention.h"
 #include "operators.h"
@@ -59,7 +56,7 @@ const void* use(const Op& op, const Argument& given, std::initializer_list<int64
            "Check their shapes");
   const bool regular = given.stride(3) == 1 && (given.is_cpu() || has_aligned_rows(given));
   op.check(regular, "elements of a head must be contiguous, and heads aligned to 16 bytes", "Pass contiguous tensors");
-  std::copy_n(std::array{given.stride(0), given.stride(1), given.stride(2)}.begin(), count, strides);
+  for (size_t i = 0; i < count; ++i) strides[i] = given.stride(static_cast<int64_t>(i));
   return given.data();
 }
 

@@ -16,6 +16,7 @@ namespace qao::cpu {
 namespace {
 
 using attention::Arguments;
+using attention::lowest_mask;
 using attention::Mask;
 using attention::Problem;
 
@@ -149,7 +150,7 @@ Status attention(const attention::Problem& p, const attention::Arguments& a, con
   Pieces pieces(scratch(Scratch::kActivations, count.bytes()));
   attention.lay_out(pieces);
   const auto chunks = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) attention.run(i, p.lowest_mask());
+    for (int64_t i = begin; i < end; ++i) attention.run(i, lowest_mask(p.mask, p.mask_dtype));
   };
   const auto heads = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) attention.combine(i);

@@ -186,8 +186,8 @@ struct Lane {
     }
   }
 
-  // Sets v of keys that do not count to zero: whatever it holds, also NaN, must not reach y. `counts`: keys g and g
-  // + 8.
+  // Sets v of keys that do not count to zero: whatever it holds, also NaN, must not reach y. `counts` is of this lane's
+  // keys of scores.
   __device__ __forceinline__ void clear_values(const bool (&counts)[2]) {
     const unsigned low = __ballot_sync(~0u, counts[0]), high = __ballot_sync(~0u, counts[1]);
 #pragma unroll

@@ -24,8 +24,6 @@ struct Problem {
   Mask mask = Mask::kNone;
   DType mask_dtype = DType::kBFloat16;
   float scale = 1;
-
-  float lowest_mask() const { return attention::lowest_mask(mask, mask_dtype); }
 };
 
 // Strides are in elements. The last dimension of q, k and v is contiguous.
