@@ -26,8 +26,8 @@
 #include <vector>
 
 #include "common/integers.h"
-#include "int4/layout.h"
-#include "qao/mm.h"
+#include "layout/int4.h"
+#include "qao/gemm.h"
 #include "qao/quantize.h"
 
 namespace qao {
@@ -180,7 +180,7 @@ class Copies {
 // The operands of one problem, with copies of W and its parameters enough that none stays in the L2.
 class Operands {
  public:
-  Operands(const Formats& formats, const mm::Problem& problem)
+  Operands(const Formats& formats, const gemm::Problem& problem)
       : packed_(formats.weight == Format::kInt4),
         eight_bits_(formats.x != Format::kFloat),
         row_scales_(formats.row_scales ? floats(problem.n, kScale) : Memory()),
@@ -204,7 +204,7 @@ class Operands {
 
   int64_t copies() const { return copies_; }
   const void* y() const { return y_.get(); }
-  bool quantizes(const mm::Plan& plan) const { return eight_bits_ && !plan.quantizes_x; }
+  bool quantizes(const gemm::Plan& plan) const { return eight_bits_ && !plan.quantizes_x; }
   Status quantize_x(cudaStream_t stream) const {
     quantize::Arguments a;
     a.x = x_.get(), a.x_stride = quantized_.k;
@@ -213,8 +213,8 @@ class Operands {
     if (packed_) a.sums = static_cast<float*>(x_sums_.get());
     return quantize::launch(quantized_, a, stream);
   }
-  mm::Arguments arguments(const mm::Plan& plan, int64_t copy, void* workspace) const {
-    mm::Arguments a;
+  gemm::Arguments arguments(const gemm::Plan& plan, int64_t copy, void* workspace) const {
+    gemm::Arguments a;
     a.x = quantizes(plan) ? q_.get() : x_.get();
     a.x_stride = quantizes(plan) ? columns_ : quantized_.k;
     a.x_scales = static_cast<const float*>(x_scales_.get());
@@ -231,7 +231,7 @@ class Operands {
   static constexpr float kScale = 0.0078125f;
 
   // Of a row-major W.
-  static int64_t scale_count(const Formats& formats, const mm::Problem& problem) {
+  static int64_t scale_count(const Formats& formats, const gemm::Problem& problem) {
     return formats.blocks ? ceil_div(problem.n, kScaleBlock) * problem.k_blocks() : problem.n;
   }
   // Scales of packed groups, each followed by its zero points if there are any.
@@ -326,7 +326,7 @@ class Timer {
 };
 
 // Microseconds a call, W out of the L2; roughly if above `hopeless`.
-double measure(const mm::Problem& problem, const mm::Plan& plan, const Operands& operands, const Timer& timer,
+double measure(const gemm::Problem& problem, const gemm::Plan& plan, const Operands& operands, const Timer& timer,
                double hopeless = INFINITY) {
   const Memory workspace = allocate(plan.workspace_bytes);
   const auto enqueue = [&](int64_t i, cudaStream_t stream) {
@@ -341,19 +341,19 @@ double measure(const mm::Problem& problem, const mm::Plan& plan, const Operands&
   return timer.measure(timer.graph_of(calls, enqueue), kReplays) / static_cast<double>(calls);
 }
 
-bool same(const mm::Plan& a, const mm::Plan& b) {
+bool same(const gemm::Plan& a, const gemm::Plan& b) {
   return a.body == b.body && a.config == b.config && a.tile_n == b.tile_n && a.splits_last == b.splits_last &&
          a.split_k == b.split_k && a.ctas == b.ctas && a.shared_bytes == b.shared_bytes;
 }
 
 struct Timed {
-  Candidate<mm::Plan> candidate;
+  Candidate<gemm::Plan> candidate;
   double us = 0;
   bool chosen = false, is_final = false;
 };
 
 // Times the choice and the fastest others again, interleaved.
-void repeat_finalists(const mm::Problem& problem, const Operands& operands, const Timer& timer,
+void repeat_finalists(const gemm::Problem& problem, const Operands& operands, const Timer& timer,
                       std::vector<Timed>* all) {
   std::stable_sort(all->begin(), all->end(), [](const Timed& a, const Timed& b) { return a.us < b.us; });
   std::vector<Timed*> finalists;
@@ -374,7 +374,7 @@ void repeat_finalists(const mm::Problem& problem, const Operands& operands, cons
 }
 
 void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& gpu, const Timer& timer, bool warm_up) {
-  mm::Problem problem;
+  gemm::Problem problem;
   problem.x = formats.x, problem.weight = formats.weight;
   problem.m = m, problem.n = n, problem.k = k;
   problem.group_size = kGroup;
@@ -393,11 +393,11 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
                 kMaxCalls
           : 0;
   const double bytes = static_cast<double>(n * k) * (formats.weight == Format::kInt4 ? 0.5 : 1);  // as plan() counts
-  mm::Plan chosen;
+  gemm::Plan chosen;
   check(plan(problem, gpu, &chosen));
   for (int i = 0; warm_up && i < kWarmUps; ++i) measure(problem, chosen, operands, timer);
   std::vector<Timed> all;
-  for (const Candidate<mm::Plan>& candidate : candidates(problem, gpu)) {
+  for (const Candidate<gemm::Plan>& candidate : candidates(problem, gpu)) {
     all.push_back({candidate, 0, same(candidate.plan, chosen)});
   }
   // The choice first: then the others are soon hopeless.
@@ -405,7 +405,7 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
   std::vector<float> first;
   double best = INFINITY;
   for (Timed& timed : all) {
-    const mm::Plan& plan = timed.candidate.plan;
+    const gemm::Plan& plan = timed.candidate.plan;
     timed.us = measure(problem, plan, operands, timer, kHopeless * best);
     best = std::min(best, timed.us);
     const std::vector<float> values = result(m, n, operands);
@@ -417,7 +417,7 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
   }
   repeat_finalists(problem, operands, timer, &all);
   for (const Timed& timed : all) {
-    const mm::Plan& plan = timed.candidate.plan;
+    const gemm::Plan& plan = timed.candidate.plan;
     std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "final": %s, "plan": "%s", "operands": "%s", )",
                 static_cast<long>(m), static_cast<long>(n), static_cast<long>(k), timed.chosen ? "true" : "false",
                 timed.is_final ? "true" : "false", to_string(plan).c_str(), timed.candidate.operands);

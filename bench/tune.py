@@ -1,6 +1,6 @@
 """``python -m bench tune``: fits the cost model of plan() and writes the compiled-in table.
 
-``qao_sweep`` (bench/sweep.cpp) times every valid plan of a problem. Each row of cuda/mm/wgmma/costs.inc stands for one
+``qao_sweep`` (bench/sweep.cpp) times every valid plan of a problem. Each row of cuda/gemm/sm90_ws/cost_model.inc stands for one
 kind of operands with one token tile. It gets the microseconds that best explain its times in the model of qao/cost.h,
 adjusted so that plan() chooses faster plans (tune_choices.py). Then plan()'s choices are compared with the best plans
 of the sweep, also on layers excluded from the fit.
@@ -24,7 +24,7 @@ from .meta import ROOT
 from .runner import LAYERS, TOKENS
 from .tune_choices import refine
 
-TABLE = ROOT / "cuda" / "mm" / "wgmma" / "costs.inc"
+TABLE = ROOT / "cuda" / "gemm" / "sm90_ws" / "cost_model.inc"
 OPERANDS = (
     *("float_int4", "float_int8", "float_fp8"),
     *("int8_int8", "int8_int4", "int8_int4_symmetric", "int8_int4_rows"),

@@ -11,10 +11,10 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/mm.h"
-#include "int4/layout.h"
-#include "qao/grouped_mm.h"
-#include "qao/mm.h"
+#include "cpu/gemm/driver.h"
+#include "layout/int4.h"
+#include "qao/gemm.h"
+#include "qao/grouped_gemm.h"
 
 namespace py = pybind11;
 
@@ -76,7 +76,7 @@ void define(py::class_<Class>& type, const char* name, Value Class::* member) {
 
 // Completes a problem as the operators do: y has the float dtype of x, block scales apply to both operands, and the
 // scale of a row's only group is a row scale.
-mm::Problem resolved(mm::Problem problem) {
+gemm::Problem resolved(gemm::Problem problem) {
   if (problem.group_size == -1) problem.group_size = problem.k;
   if (problem.x == Format::kFp8 && problem.weight_scaling == Scaling::kBlock) problem.x_scaling = Scaling::kBlock;
   problem.y_dtype = problem.x_dtype;
@@ -88,9 +88,9 @@ mm::Problem resolved(mm::Problem problem) {
 // ---- Plans ----
 
 // The part of a plan that identifies the kernel, independent of sizes.
-py::dict kernel_facts(const mm::Plan& plan) {
+py::dict kernel_facts(const gemm::Plan& plan) {
   py::dict result;
-  result["kernel"] = name_of(plan.body);
+  result["kernel"] = name_of(plan.family);
   result["instruction"] = plan.instruction;
   result["config"] = plan.config;
   result["tile_n"] = plan.tile_n;
@@ -100,14 +100,14 @@ py::dict kernel_facts(const mm::Plan& plan) {
   return result;
 }
 
-py::dict plan(const mm::Problem& problem, const Gpu& gpu, int64_t experts) {
-  mm::Plan plan;
+py::dict plan(const gemm::Problem& problem, const Gpu& gpu, int64_t experts) {
+  gemm::Plan plan;
   if (experts == 0) {
-    check(mm::plan(resolved(problem), gpu, &plan));
+    check(gemm::plan(resolved(problem), gpu, &plan));
   } else {
-    mm::Experts routed;
+    gemm::Experts routed;
     routed.count = experts, routed.rows = problem.m;
-    check(mm::plan(resolved(problem), routed, gpu, &plan));
+    check(gemm::plan(resolved(problem), routed, gpu, &plan));
   }
   py::dict result = kernel_facts(plan);
   result["reason"] = plan.reason;
@@ -119,14 +119,14 @@ py::dict plan(const mm::Problem& problem, const Gpu& gpu, int64_t experts) {
   return result;
 }
 
-std::string cpu_kernel(const mm::Problem& problem, const std::optional<std::string>& level) {
+std::string cpu_kernel(const gemm::Problem& problem, const std::optional<std::string>& level) {
   cpu::Features features = cpu::kScalar;
   if (level) {
     features = level_named(*level).features;
   } else {
     check(cpu::selected_features(&features));
   }
-  return cpu::mm_kernel(resolved(problem), features);
+  return cpu::gemm_kernel(resolved(problem), features);
 }
 
 // ---- The kernel table ----
@@ -138,7 +138,7 @@ constexpr int64_t kMostTokens = 4096;
 
 // Adds the kernels selected for one operator: a row per CUDA tile and compute capability, and a row per CPU kernel and
 // instruction set. Derived from plans only; a problem without a plan adds no row.
-void add_kernels(const std::string& op, mm::Problem problem, py::list& rows) {
+void add_kernels(const std::string& op, gemm::Problem problem, py::list& rows) {
   problem.n = problem.k = 4096, problem.group_size = 128;
   problem.scale_dtype = DType::kBFloat16;
   std::set<std::tuple<int, std::string, std::string, int>> on_gpus;
@@ -147,9 +147,9 @@ void add_kernels(const std::string& op, mm::Problem problem, py::list& rows) {
     problem.x_dtype = dtype;
     for (problem.m = 1; problem.m <= kMostTokens; problem.m *= 2) {
       for (const Gpu& gpu : kGpus) {
-        mm::Plan plan;
-        if (!mm::plan(resolved(problem), gpu, &plan).ok()) continue;
-        if (!on_gpus.emplace(gpu.compute_capability, name_of(plan.body), plan.instruction, plan.config).second)
+        gemm::Plan plan;
+        if (!gemm::plan(resolved(problem), gpu, &plan).ok()) continue;
+        if (!on_gpus.emplace(gpu.compute_capability, name_of(plan.family), plan.instruction, plan.config).second)
           continue;
         py::dict row = kernel_facts(plan);
         row["op"] = op;
@@ -158,7 +158,7 @@ void add_kernels(const std::string& op, mm::Problem problem, py::list& rows) {
         rows.append(row);
       }
       for (const cpu::Level& level : cpu::levels()) {
-        const std::string kernel = cpu::mm_kernel(resolved(problem), level.features);
+        const std::string kernel = cpu::gemm_kernel(resolved(problem), level.features);
         if (!on_cpus.emplace(level.name, kernel).second) continue;
         py::dict row;
         row["op"] = op;
@@ -177,7 +177,7 @@ py::list kernels() {
   for (Format x : {Format::kFloat, Format::kInt8, Format::kFp8}) {
     for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4}) {
       if (x != Format::kFloat && weight != x && weight != Format::kInt4) continue;
-      mm::Problem problem;
+      gemm::Problem problem;
       problem.x = x;
       problem.weight = weight;
       add_kernels((x == Format::kFloat ? "" : std::string(name_of(x)) + "_") + name_of(weight) + "_mm", problem, rows);
@@ -225,32 +225,32 @@ PYBIND11_MODULE(_host, m) {
   using namespace qao;
   m.doc() = "Plans, kernel table, CPU features and build information of qao. M tokens, N out_features, K in_features.";
 
-  py::class_<mm::Problem> problem(
+  py::class_<gemm::Problem> problem(
       m, "Problem",
       "A GEMM: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8', 'int4' or 'fp4'; x_dtype is that of y, and of x "
       "before quantization. Attributes are keyword arguments of the constructor; group_size -1 means k.");
   define_init(problem);
-  define(problem, "m", &mm::Problem::m);
-  define(problem, "n", &mm::Problem::n);
-  define(problem, "k", &mm::Problem::k);
-  define(problem, "group_size", &mm::Problem::group_size);
-  define(problem, "has_zeros", &mm::Problem::has_zeros);
-  define(problem, "has_bias", &mm::Problem::has_bias);
-  define(problem, "x_aligned", &mm::Problem::x_aligned);
-  define(problem, "x_dtype", &mm::Problem::x_dtype);
-  define(problem, "scale_dtype", &mm::Problem::scale_dtype);
-  define(problem, "bias_dtype", &mm::Problem::bias_dtype);
-  define(problem, "x", &mm::Problem::x);
-  define(problem, "weight", &mm::Problem::weight);
-  define(problem, "x_scaling", &mm::Problem::x_scaling);
-  define(problem, "weight_scaling", &mm::Problem::weight_scaling);
-  define(problem, "x_zeros", &mm::Problem::x_zeros);
-  define(problem, "row_scales", &mm::Problem::row_scales);
-  define(problem, "fast_accum", &mm::Problem::fast_accum);
-  define(problem, "static_scale", &mm::Problem::static_scale);
-  define(problem, "x_rotation", &mm::Problem::x_rotation);
-  define(problem, "weight_aligned", &mm::Problem::weight_aligned);
-  define(problem, "batch_invariant", &mm::Problem::batch_invariant);
+  define(problem, "m", &gemm::Problem::m);
+  define(problem, "n", &gemm::Problem::n);
+  define(problem, "k", &gemm::Problem::k);
+  define(problem, "group_size", &gemm::Problem::group_size);
+  define(problem, "has_zeros", &gemm::Problem::has_zeros);
+  define(problem, "has_bias", &gemm::Problem::has_bias);
+  define(problem, "x_aligned", &gemm::Problem::x_aligned);
+  define(problem, "x_dtype", &gemm::Problem::x_dtype);
+  define(problem, "scale_dtype", &gemm::Problem::scale_dtype);
+  define(problem, "bias_dtype", &gemm::Problem::bias_dtype);
+  define(problem, "x", &gemm::Problem::x);
+  define(problem, "weight", &gemm::Problem::weight);
+  define(problem, "x_scaling", &gemm::Problem::x_scaling);
+  define(problem, "weight_scaling", &gemm::Problem::weight_scaling);
+  define(problem, "x_zeros", &gemm::Problem::x_zeros);
+  define(problem, "row_scales", &gemm::Problem::row_scales);
+  define(problem, "fast_accum", &gemm::Problem::fast_accum);
+  define(problem, "static_scale", &gemm::Problem::static_scale);
+  define(problem, "x_rotation", &gemm::Problem::x_rotation);
+  define(problem, "weight_aligned", &gemm::Problem::weight_aligned);
+  define(problem, "batch_invariant", &gemm::Problem::batch_invariant);
   py::class_<Gpu> gpu(
       m, "Gpu",
       "A GPU's numbers: compute_capability (10 * major + minor), num_sms, and shared_bytes_per_cta, the "

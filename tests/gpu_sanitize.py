@@ -39,7 +39,7 @@ _SHARE = "QAO_SANITIZE_SHARE"  # "first:step:seed:end": the tests of a process, 
 _TESTS = re.compile(r"(\d+) passed")
 _REPORT = re.compile(r"^=+ (?!Error: process).*(?:Invalid|Uninit|hazard detected|Barrier error|Internal|Error:)")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)")
-_SPLIT_K = re.compile(r"qao::mm::mma_sync::.*Tile<((?:\(int\)\d+(?:, )?)+)>")  # warps along N, M and K first
+_SPLIT_K = re.compile(r"qao::gemm::sm80_mma::.*Tile<((?:\(int\)\d+(?:, )?)+)>")  # warps along N, M and K first
 _THREAD = re.compile(r"(?:Read|Write) Thread \((\d+),0,0\)")
 
 

@@ -180,7 +180,7 @@ def test_a_kernel_page_is_short(page: Path) -> None:
 
 
 def test_the_walk_of_a_call_is_the_one_that_plan_takes() -> None:
-    """The table's bodies are those of plan() on an H200; its files are the eight before the body's and the row's."""
+    """The table's bodies are those of plan() on an H200; its files are the seven before the body's and the row's."""
     host = pytest.importorskip("qao._host", reason="built without pybind11")
     gpu = host.Gpu(compute_capability=90, num_sms=132, shared_bytes_per_cta=232448)
     content = (ROOT / "docs" / "architecture.md").read_text()

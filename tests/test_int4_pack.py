@@ -1,4 +1,4 @@
-"""pack_int4, unpack_int4, dequantize_int4 against the layout in cuda/int4/layout.h."""
+"""pack_int4, unpack_int4, dequantize_int4 against the layout in cuda/layout/int4.h."""
 
 from __future__ import annotations
 

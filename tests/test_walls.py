@@ -11,9 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA, CSRC, PYTHON = ROOT / "cuda", ROOT / "csrc", ROOT / "python" / "qao"
-BODIES = sorted(path.name for path in (CUDA / "mm").iterdir() if path.is_dir())
+FAMILIES = sorted(path.name for path in (CUDA / "gemm").iterdir() if path.is_dir())
 C_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".inc"}
-OPS = sorted(path.name for path in CUDA.iterdir() if path.is_dir() and path.name not in ("include", "common"))
+OPS = sorted(path.name for path in CUDA.iterdir() if path.is_dir() and path.name not in ("include", "common", "layout"))
 
 
 def sources(folder: Path) -> list[Path]:
@@ -48,10 +48,10 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_there_is_something_to_check() -> None:
-    assert "mm" in OPS and "wgmma" in BODIES
+    assert "gemm" in OPS and "sm90_ws" in FAMILIES
     assert len(sources(CUDA)) >= 8 and len(sources(CSRC)) >= 8
     assert CPU_FOLDERS["x86"]["amx"] == ("avx2", "avx512", "avx512_bf16", "amx")
-    assert "torch/csrc/stable/library.h" in includes(CSRC / "library.cpp")
+    assert "torch/csrc/stable/library.h" in includes(CSRC / "stable_abi" / "library.cpp")
     assert "torch" in set(imports(PYTHON / "ops" / "matmul.py"))
 
 
@@ -117,15 +117,14 @@ def test_csrc_uses_the_stable_abi_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_op_folders_include_of_each_other_only_the_layout(op: str) -> None:
-    """A weight format belongs to one op and is read by several."""
-    others = re.compile(rf"({'|'.join(other for other in OPS if other != op)})/(?!layout\.h$)")
+def test_op_folders_include_nothing_of_each_other(op: str) -> None:
+    others = re.compile(rf"({'|'.join(other for other in OPS if other != op)})/")
     for path in sources(CUDA / op):
         assert not [name for name in all_includes(path) if others.match(name)], path
 
 
-def test_common_and_the_public_headers_include_no_op() -> None:
-    for path in [*sources(CUDA / "common"), *sources(CUDA / "include")]:
+def test_common_layouts_and_the_public_headers_include_no_op() -> None:
+    for path in [path for folder in ("common", "include", "layout") for path in sources(CUDA / folder)]:
         assert not [name for name in all_includes(path) if name.startswith(tuple(f"{op}/" for op in OPS))], path
 
 
@@ -148,7 +147,7 @@ def test_a_python_module_has_at_most_600_lines_and_its_functions_80(path: Path) 
 def test_plans_are_pure_host_code() -> None:
     """A .cpp under cuda/ is a plan: it also runs where nothing of CUDA is installed."""
     plans = sorted(CUDA.rglob("*.cpp"))
-    assert {path.parent.name for path in plans} == {"mm", *BODIES}
+    assert {path.parent.name for path in plans} == {"gemm", *FAMILIES}
     for path in plans:
         names = all_includes(path)
         assert not [name for name in names if name.startswith("cuda") or name.endswith((".cuh", ".cu"))], path
@@ -156,14 +155,14 @@ def test_plans_are_pure_host_code() -> None:
 
 def test_compute_capabilities_are_asked_for_in_one_place() -> None:
     """Everything else asks what the GPU can do."""
-    asking = {path.name for path in sources(CUDA / "mm") if re.search(r"compute_capability *[<>=!]", path.read_text())}
-    assert asking == {"gpu.h"}
+    asking = {path.name for path in sources(CUDA / "gemm") if re.search(r"compute_capability *[<>=!]", path.read_text())}
+    assert asking == {"arch.h"}
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_kernel_bodies_know_of_each_other_what_their_plans_say(body: str) -> None:
-    others = re.compile(rf"mm/({'|'.join(other for other in BODIES if other != body)})/(?!plan\.h$)")
-    for path in sources(CUDA / "mm" / body):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernel_families_know_of_each_other_what_their_plans_say(family: str) -> None:
+    others = re.compile(rf"gemm/({'|'.join(other for other in FAMILIES if other != family)})/(?!heuristics\.h$)")
+    for path in sources(CUDA / "gemm" / family):
         assert not [name for name in all_includes(path) if others.match(name)], path
 
 

@@ -7,10 +7,10 @@
 
 #include "cpu/attention_kernels.h"
 #include "cpu/features.h"
+#include "cpu/gemm/tile_shares.h"
 #include "cpu/numeric.h"
 #include "cpu/pieces.h"
 #include "cpu/scratch.h"
-#include "cpu/tile_shares.h"
 
 namespace qao::cpu {
 namespace {

@@ -1,5 +1,5 @@
 // Attention of the queries of one key-value head over a chunk of keys, implemented per instruction set.
-// Files compiled for one of them include this header, so it declares and never defines (mm_job.h explains why).
+// Files compiled for one of them include this header, so it declares and never defines (gemm/job.h explains why).
 #pragma once
 
 #include <cstdint>

@@ -5,7 +5,7 @@
 #include <array>
 
 #include "cpu/numeric.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

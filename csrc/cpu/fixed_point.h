@@ -1,4 +1,4 @@
-// Rules for converting x to fixed point (format in mm_job.h).
+// Rules for converting x to fixed point (format in gemm/job.h).
 // Each instruction set implements the packing. `static`: see numeric.h.
 //
 // A power of two scales each chunk so that its largest magnitude has 15 bits. Another word adds 15 bits; float32 has
@@ -10,7 +10,7 @@
 // the top. These decisions depend only on the chunk and the row.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/numeric.h"
 
 namespace qao::cpu {

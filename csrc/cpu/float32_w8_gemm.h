@@ -8,7 +8,7 @@
 //   reorder<format>(columns)            x in the order in which expand() leaves W's columns
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "cpu/numeric.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

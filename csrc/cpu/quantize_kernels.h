@@ -1,5 +1,5 @@
 // Loops of quantize.cpp and quantize_weight.cpp, implemented per instruction set.
-// Files compiled for one of them include this header, so it declares and never defines (mm_job.h explains why). They
+// Files compiled for one of them include this header, so it declares and never defines (gemm/job.h explains why). They
 // read the fields of Problem and call none of its functions.
 #pragma once
 

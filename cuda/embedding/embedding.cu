@@ -6,7 +6,7 @@
 
 #include "common/check.h"
 #include "common/convert.cuh"
-#include "int4/layout.h"
+#include "layout/int4.h"
 #include "qao/embedding.h"
 
 namespace qao::embedding {

@@ -1,4 +1,4 @@
-// mm::plan over GPUs and operations: every plan must be runnable, cover the whole product and name its instruction.
+// gemm::plan over GPUs and operations: every plan must be runnable, cover the whole product and name its instruction.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -7,15 +7,15 @@
 #include <utility>
 #include <vector>
 
+#include "gemm/sm80_mma/tile.h"
+#include "gemm/sm90_ws/kernel_traits.h"
 #include "gpus.h"
-#include "mm/mma_sync/tile.h"
-#include "mm/wgmma/formats.h"
-#include "qao/mm.h"
+#include "qao/gemm.h"
 
-namespace qao::mm {
+namespace qao::gemm {
 namespace {
 
-using namespace mma_sync;
+using namespace sm80_mma;
 
 // One problem an operation and what its plan may depend on; sizes are still to be set.
 std::vector<Problem> operations() {
@@ -67,7 +67,7 @@ std::string describe(const Problem& p, const Gpu& gpu) {
 TEST_CASE("eight bits: every problem has a plan that fits its GPU and covers the product") {
   for_each_problem([](const Problem& problem, const Gpu& gpu) {
     Plan plan, again;
-    const Status status = mm::plan(problem, gpu, &plan);
+    const Status status = gemm::plan(problem, gpu, &plan);
     const std::string about = describe(problem, gpu) + ": " + (status.ok() ? to_string(plan) : status.message());
     INFO(about);
     REQUIRE(status.ok());
@@ -80,24 +80,24 @@ TEST_CASE("eight bits: every problem has a plan that fits its GPU and covers the
     CHECK(plan.split_k >= 1);
     // CTAs of sm90 walk over tiles where there are many, and add split-K parts up without a workspace. Other CTAs share
     // the rows of W out among them where each has all tokens.
-    const bool sm90 = plan.body == Body::kWgmma;
+    const bool sm90 = plan.family == Family::kSm90Ws;
     const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
     if (sm90) {
-      CHECK(plan.tile_n >= wgmma::kWarpgroupRows);
-      CHECK(plan.tile_n <= wgmma::kTiles[plan.config].rows);
+      CHECK(plan.tile_n >= sm90_ws::kWarpgroupRows);
+      CHECK(plan.tile_n <= sm90_ws::kTiles[plan.config].rows);
       CHECK(plan.ctas >= 1);
       CHECK(plan.ctas <= 2 * gpu.num_sms);
       CHECK(plan.ctas % plan.split_k == 0);  // whole clusters
-      CHECK(plan.split_k <= wgmma::kMaxCluster);
+      CHECK(plan.split_k <= sm90_ws::kMaxCluster);
       if (plan.split_k > 1) CHECK(plan.ctas == tiles * plan.split_k);
       if (plan.splits_last) {  // full waves, and a tile of those left for each pair of CTAs at most
         const int64_t left = tiles % plan.ctas;
         CHECK(plan.split_k == 1);
-        CHECK(plan.ctas % wgmma::kLastSplit == 0);
+        CHECK(plan.ctas % sm90_ws::kLastSplit == 0);
         CHECK(plan.ctas <= gpu.num_sms);
         CHECK(tiles > plan.ctas);
         CHECK(left > 0);
-        CHECK(left * wgmma::kLastSplit <= plan.ctas);
+        CHECK(left * sm90_ws::kLastSplit <= plan.ctas);
       }
     } else if (plan.runs) {
       CHECK(problem.m <= plan.tile_m);
@@ -111,12 +111,12 @@ TEST_CASE("eight bits: every problem has a plan that fits its GPU and covers the
     CHECK(plan.prefetch_bytes % 16 == 0);
     // A float32 x brings three bfloat16 parts of K-tiles.
     const bool split_x = problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
-    const int64_t tile_k = sm90 ? wgmma::tile_k_of(problem, plan) : kTileK;
+    const int64_t tile_k = sm90 ? sm90_ws::tile_k_of(problem, plan) : kTileK;
     CHECK(plan.split_k <= ceil_div(problem.k, tile_k) * (split_x ? 3 : 1));
     if (plan.split_k > 1 && !sm90) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
     CHECK(plan.reason[0] != '\0');
     CHECK(plan.instruction[0] != '\0');
-    REQUIRE(mm::plan(problem, gpu, &again).ok());
+    REQUIRE(gemm::plan(problem, gpu, &again).ok());
     CHECK(to_string(plan) == to_string(again));
   });
 }
@@ -126,7 +126,7 @@ TEST_CASE("eight bits: swapped tiles of fp8 blocks have all rows of a scale bloc
     if (problem.x != Format::kFp8 || problem.weight_scaling != Scaling::kBlock || problem.weight == Format::kInt4)
       return;
     for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
-      if (candidate.plan.body != Body::kWgmma) continue;
+      if (candidate.plan.family != Family::kSm90Ws) continue;
       CHECK(candidate.plan.tile_m <= 128);
       if (candidate.plan.tile_m == 128) CHECK(candidate.plan.tile_n == kScaleBlock);
     }
@@ -141,8 +141,8 @@ TEST_CASE("eight bits: where sums are folded, tiles of more than 128 tokens are 
       problem.fast_accum = fast;
       for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
         const int tokens = candidate.plan.tile_m;
-        if (candidate.plan.body != Body::kWgmma || tokens <= 128) continue;
-        const bool folds = wgmma::traits_of(problem, wgmma::kTiles[candidate.plan.config]).folds;
+        if (candidate.plan.family != Family::kSm90Ws || tokens <= 128) continue;
+        const bool folds = sm90_ws::traits_of(problem, sm90_ws::kTiles[candidate.plan.config]).folds;
         const bool rows =
             problem.x == Format::kFp8 && problem.weight == Format::kInt4 && problem.row_scales && !problem.has_zeros;
         const bool powers = rows && tokens == 256 && !fast;
@@ -169,8 +169,8 @@ TEST_CASE("eight bits: int4 with scales of rows folds nothing and has tiles of 2
         problem.group_size = group_size, problem.has_zeros = has_zeros, problem.row_scales = row_scales && !has_zeros;
         int most = 0;
         for (const Candidate<Plan>& candidate : candidates(problem, kH200)) {
-          if (candidate.plan.body != Body::kWgmma) continue;
-          const bool folds = wgmma::traits_of(problem, wgmma::kTiles[candidate.plan.config]).folds;
+          if (candidate.plan.family != Family::kSm90Ws) continue;
+          const bool folds = sm90_ws::traits_of(problem, sm90_ws::kTiles[candidate.plan.config]).folds;
           CHECK(folds == (has_zeros || !row_scales));
           CHECK((candidate.operands == std::string("kInt8Int4Rows")) == !folds);
           most = std::max(most, candidate.plan.tile_m);
@@ -191,7 +191,7 @@ TEST_CASE("eight bits: int4 with powers of two and e4m3 activations is promoted 
       for (int64_t m : {64, 256, 4096}) {
         problem.m = m;
         for (const Candidate<Plan>& candidate : candidates(problem, kH200)) {
-          if (candidate.plan.body != Body::kWgmma) continue;
+          if (candidate.plan.family != Family::kSm90Ws) continue;
           const bool powers = candidate.plan.tile_m >= 128 && !invariant;
           CHECK((candidate.operands == std::string("kFp8Int4Rows")) == powers);
           CHECK((invariant ? candidate.plan.tile_m <= 128 : candidate.plan.tile_m % 128 == 0 || !powers));
@@ -199,7 +199,7 @@ TEST_CASE("eight bits: int4 with powers of two and e4m3 activations is promoted 
       }
       Plan plan;
       problem.m = 4096;
-      CHECK(mm::plan(problem, kH200, &plan).ok());
+      CHECK(gemm::plan(problem, kH200, &plan).ok());
       CHECK(plan.tile_m == (invariant ? 128 : 256));
     }
   }
@@ -212,16 +212,16 @@ TEST_CASE("eight bits: ping-pong tiles, in pairs of CTAs, where sums need nothin
       problem.fast_accum = fast;
       for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
         const Plan& plan = candidate.plan;
-        if (plan.body != Body::kWgmma || !wgmma::kTiles[plan.config].ping_pong) continue;
+        if (plan.family != Family::kSm90Ws || !sm90_ws::kTiles[plan.config].ping_pong) continue;
         ++found;
         CHECK(problem.x == problem.weight);
         CHECK((problem.x == Format::kInt8 || fast));
-        CHECK(!wgmma::traits_of(problem, wgmma::kTiles[plan.config]).folds);
-        CHECK(plan.ctas % wgmma::kPingPongCluster == 0);
+        CHECK(!sm90_ws::traits_of(problem, sm90_ws::kTiles[plan.config]).folds);
+        CHECK(plan.ctas % sm90_ws::kPingPongCluster == 0);
         CHECK(plan.ctas <= gpu.num_sms);
         CHECK(plan.split_k == 1);
         CHECK(!plan.splits_last);
-        CHECK(plan.tile_n == wgmma::kTiles[plan.config].rows);
+        CHECK(plan.tile_n == sm90_ws::kTiles[plan.config].rows);
         CHECK(to_string(plan).find("ping-pong") != std::string::npos);
       }
     }
@@ -233,18 +233,18 @@ TEST_CASE("eight bits: what plan() takes is among the candidates") {
   for_each_problem([](Problem problem, const Gpu& gpu) {
     problem.fast_accum = problem.m == 1000;
     Plan plan;
-    REQUIRE(mm::plan(problem, gpu, &plan).ok());
+    REQUIRE(gemm::plan(problem, gpu, &plan).ok());
     const std::string about = describe(problem, gpu) + ": " + to_string(plan);
     INFO(about);
     const auto is_plan = [&](const Plan& other) {
-      return other.body == plan.body && other.config == plan.config && other.tile_n == plan.tile_n &&
+      return other.family == plan.family && other.config == plan.config && other.tile_n == plan.tile_n &&
              other.split_k == plan.split_k && other.splits_last == plan.splits_last && other.ctas == plan.ctas &&
              other.shared_bytes == plan.shared_bytes;
     };
     int found = 0;
     for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
       const bool costs = candidate.operands[0] != '\0';
-      CHECK(costs == (candidate.plan.body == Body::kWgmma));
+      CHECK(costs == (candidate.plan.family == Family::kSm90Ws));
       CHECK(2 * candidate.counts[kKTiles] >= candidate.counts[kWaves]);  // one of few rows counts less than 1
       CHECK((candidate.counts[kWaves] > 0) == costs);
       CHECK((candidate.counts[kSplits] == 1) == (costs && (candidate.plan.split_k > 1 || candidate.plan.splits_last)));
@@ -264,7 +264,7 @@ TEST_CASE("eight bits: a product that quantizes x fits its GPU; another is plann
         if (static_scale && scaling != Scaling::kTensor) continue;
         problem.x_scaling = scaling, problem.static_scale = static_scale, problem.quantizes_x = true;
         Plan plan, quantized;
-        REQUIRE(mm::plan(problem, gpu, &plan).ok());
+        REQUIRE(gemm::plan(problem, gpu, &plan).ok());
         INFO(describe(problem, gpu) << ": " << to_string(plan));
         CHECK(plan.quantizer[0] != '\0');
         CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
@@ -281,8 +281,8 @@ TEST_CASE("eight bits: a product that quantizes x fits its GPU; another is plann
         } else {
           Problem after = problem;
           after.quantizes_x = false, after.x_aligned = true;
-          REQUIRE(mm::plan(after, gpu, &quantized).ok());
-          CHECK(plan.body == quantized.body);
+          REQUIRE(gemm::plan(after, gpu, &quantized).ok());
+          CHECK(plan.family == quantized.family);
           CHECK(plan.config == quantized.config);
           CHECK(plan.split_k == quantized.split_k);
           CHECK(plan.shared_bytes == quantized.shared_bytes);
@@ -296,7 +296,7 @@ TEST_CASE("eight bits: a product that quantizes x fits its GPU; another is plann
 
 Plan planned(const Problem& problem) {
   Plan plan;
-  REQUIRE(mm::plan(problem, kH200, &plan).ok());
+  REQUIRE(gemm::plan(problem, kH200, &plan).ok());
   return plan;
 }
 Problem problem_of(Format x, Format weight, int64_t m, int64_t n, int64_t k) {
@@ -327,65 +327,65 @@ TEST_CASE("eight bits: who quantizes x on an H200") {
 }
 
 TEST_CASE("eight bits: who multiplies few tokens on an H200") {
-  const auto body = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
+  const auto family = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
     const Plan plan = planned(problem_of(x, weight, m, n, k));
     // Next to a CTA of 16 warps with all registers there would be no room for the kernel that quantizes the next x.
-    if (weight != Format::kInt4 && plan.body == Body::kMmaSync) CHECK(plan.warps <= 8);
-    return plan.body;
+    if (weight != Format::kInt4 && plan.family == Family::kSm80Mma) CHECK(plan.warps <= 8);
+    return plan.family;
   };
   const Format int8 = Format::kInt8, fp8 = Format::kFp8, int4 = Format::kInt4;
   for (const auto& [x, weight] : {std::pair{int8, int8}, {int8, int4}, {fp8, fp8}, {fp8, int4}}) {
     for (const auto& [n, k] : {std::pair{1024, 1024}, {4096, 4096}, {6144, 4096}, {28672, 4096}, {4096, 14336}}) {
-      CHECK(body(x, weight, 8, n, k) == Body::kMmaSync);
-      CHECK(body(x, weight, 33, n, k) == Body::kWgmma);
+      CHECK(family(x, weight, 8, n, k) == Family::kSm80Mma);
+      CHECK(family(x, weight, 33, n, k) == Family::kSm90Ws);
       const bool one_pass = n <= 4096, long_run = n == 28672;
       const bool sm80_16 = x == int8 ? weight == int4 || !long_run : weight == int4 && n <= 6144;
-      CHECK(body(x, weight, 16, n, k) == (sm80_16 ? Body::kMmaSync : Body::kWgmma));
+      CHECK(family(x, weight, 16, n, k) == (sm80_16 ? Family::kSm80Mma : Family::kSm90Ws));
       const bool sm80_32 = x == int8 && one_pass && (weight == int8 || k <= 8192);
-      CHECK(body(x, weight, 32, n, k) == (sm80_32 ? Body::kMmaSync : Body::kWgmma));
+      CHECK(family(x, weight, 32, n, k) == (sm80_32 ? Family::kSm80Mma : Family::kSm90Ws));
     }
   }
 }
 
 TEST_CASE("eight bits: few rows of W and a long K run on wgmma on an H200, with split-K") {
-  const auto body = [](Format x, Format weight, int64_t m, int64_t n, int64_t k, bool quantizes = false) {
+  const auto family = [](Format x, Format weight, int64_t m, int64_t n, int64_t k, bool quantizes = false) {
     Problem problem = problem_of(x, weight, m, n, k);
     problem.quantizes_x = quantizes;
     const Plan plan = planned(problem);
-    CHECK(plan.quantizes_x == (quantizes && plan.body == Body::kMmaSync && m <= 8));
-    return plan.body;
+    CHECK(plan.quantizes_x == (quantizes && plan.family == Family::kSm80Mma && m <= 8));
+    return plan.family;
   };
   const Format float_x = Format::kFloat, int8 = Format::kInt8, fp8 = Format::kFp8, int4 = Format::kInt4;
-  const Body sm80 = Body::kMmaSync, sm90 = Body::kWgmma;
+  const Family sm80 = Family::kSm80Mma, sm90 = Family::kSm90Ws;
   for (const Format weight : {fp8, int4}) {
-    CHECK(body(fp8, weight, 1, 1024, 4096) == sm80);
-    CHECK(body(fp8, weight, 1, 1024, 6144) == sm90);
-    CHECK(body(fp8, weight, 1, 1024, 6144, true) == sm80);  // quantizing is a kernel more
-    CHECK(body(fp8, weight, 8, 1408, 8192, true) == sm90);
-    CHECK(body(fp8, weight, 1, 1920, 8192) == sm80);  // 120 row tiles for 132 SMs
-    CHECK(body(fp8, weight, 1, 1920, 16384) == sm90);
-    CHECK(body(fp8, weight, 1, 2176, 16384) == sm80);
+    CHECK(family(fp8, weight, 1, 1024, 4096) == sm80);
+    CHECK(family(fp8, weight, 1, 1024, 6144) == sm90);
+    CHECK(family(fp8, weight, 1, 1024, 6144, true) == sm80);  // quantizing is a kernel more
+    CHECK(family(fp8, weight, 8, 1408, 8192, true) == sm90);
+    CHECK(family(fp8, weight, 1, 1920, 8192) == sm80);  // 120 row tiles for 132 SMs
+    CHECK(family(fp8, weight, 1, 1920, 16384) == sm90);
+    CHECK(family(fp8, weight, 1, 2176, 16384) == sm80);
   }
-  CHECK(body(int8, int4, 16, 1024, 8192) == sm90);
-  CHECK(body(int8, int4, 1, 1408, 16384, true) == sm80);
-  CHECK(body(int8, int4, 1, 1152, 28928, true) == sm90);
+  CHECK(family(int8, int4, 16, 1024, 8192) == sm90);
+  CHECK(family(int8, int4, 1, 1408, 16384, true) == sm80);
+  CHECK(family(int8, int4, 1, 1152, 28928, true) == sm90);
   for (const Format weight : {int8, int4}) {
-    CHECK(body(int8, weight, 24, 1152, 6144) == sm90);  // mma.sync in tiles of 32 tokens
-    CHECK(body(int8, weight, 24, 1152, 4096) == sm80);
+    CHECK(family(int8, weight, 24, 1152, 6144) == sm90);  // mma.sync in tiles of 32 tokens
+    CHECK(family(int8, weight, 24, 1152, 4096) == sm80);
   }
-  CHECK(body(int8, int8, 16, 1024, 16384) == sm80);
-  CHECK(body(int8, int8, 1, 1024, 32768) == sm90);
-  CHECK(body(float_x, fp8, 1, 1152, 12288) == sm90);
-  CHECK(body(float_x, fp8, 1, 1152, 8192) == sm80);
-  CHECK(body(float_x, int8, 1, 1408, 16384) == sm80);
-  CHECK(body(float_x, int8, 1, 1408, 24576) == sm90);
+  CHECK(family(int8, int8, 16, 1024, 16384) == sm80);
+  CHECK(family(int8, int8, 1, 1024, 32768) == sm90);
+  CHECK(family(float_x, fp8, 1, 1152, 12288) == sm90);
+  CHECK(family(float_x, fp8, 1, 1152, 8192) == sm80);
+  CHECK(family(float_x, int8, 1, 1408, 16384) == sm80);
+  CHECK(family(float_x, int8, 1, 1408, 24576) == sm90);
 }
 
 TEST_CASE("eight bits: 9 to 16 tokens of int8 x int4 on an H200 by the row tiles of an SM") {
-  const auto body = [](int64_t n) { return planned(problem_of(Format::kInt8, Format::kInt4, 16, n, 4096)).body; };
-  CHECK(body(8192) == Body::kMmaSync);  // one pass of four
-  for (const int64_t n : {9216, 14336, 20480}) CHECK(body(n) == Body::kWgmma);
-  CHECK(body(28672) == Body::kMmaSync);  // two CTAs an SM with passes of eight
+  const auto family = [](int64_t n) { return planned(problem_of(Format::kInt8, Format::kInt4, 16, n, 4096)).family; };
+  CHECK(family(8192) == Family::kSm80Mma);  // one pass of four
+  for (const int64_t n : {9216, 14336, 20480}) CHECK(family(n) == Family::kSm90Ws);
+  CHECK(family(28672) == Family::kSm80Mma);  // two CTAs an SM with passes of eight
 }
 
 TEST_CASE("eight bits: the passes over a run of row tiles leave few places empty") {
@@ -419,34 +419,34 @@ TEST_CASE("eight bits: the passes over a run of row tiles leave few places empty
 }
 
 TEST_CASE("eight bits: who multiplies few tokens in blocks of scales on an H200") {
-  const auto body = [](int64_t m, int64_t n, int64_t k) {
+  const auto family = [](int64_t m, int64_t n, int64_t k) {
     Problem problem = problem_of(Format::kFp8, Format::kFp8, m, n, k);
     problem.weight_scaling = problem.x_scaling = Scaling::kBlock;
-    return planned(problem).body;
+    return planned(problem).family;
   };
-  CHECK(body(16, 4096, 4096) == Body::kMmaSync);
-  CHECK(body(17, 4096, 4096) == Body::kWgmma);
-  CHECK(body(8, 6144, 4096) == Body::kMmaSync);
-  CHECK(body(9, 6144, 4096) == Body::kWgmma);
-  CHECK(body(9, 2560, 9728) == Body::kWgmma);
+  CHECK(family(16, 4096, 4096) == Family::kSm80Mma);
+  CHECK(family(17, 4096, 4096) == Family::kSm90Ws);
+  CHECK(family(8, 6144, 4096) == Family::kSm80Mma);
+  CHECK(family(9, 6144, 4096) == Family::kSm90Ws);
+  CHECK(family(9, 2560, 9728) == Family::kSm90Ws);
 }
 
 TEST_CASE("eight bits: who multiplies few tokens of a float x on an H200") {
-  const auto body = [](Format weight, int64_t m, int64_t n, Scaling scaling = Scaling::kRow,
-                       DType x_dtype = DType::kBFloat16) {
+  const auto family = [](Format weight, int64_t m, int64_t n, Scaling scaling = Scaling::kRow,
+                         DType x_dtype = DType::kBFloat16) {
     Problem problem = problem_of(Format::kFloat, weight, m, n, 4096);
     problem.weight_scaling = scaling, problem.x_dtype = x_dtype;
-    return planned(problem).body;
+    return planned(problem).family;
   };
   using enum Format;
   for (const int64_t n : {1024, 4096, 28672}) {
-    CHECK(body(kFp8, 8, n) == Body::kMmaSync);
-    CHECK(body(kFp8, 9, n) == Body::kWgmma);
-    CHECK(body(kInt8, 16, n) == Body::kMmaSync);
-    CHECK(body(kInt8, 17, n) == Body::kWgmma);
-    CHECK(body(kFp8, 16, n, Scaling::kBlock) == Body::kMmaSync);
-    CHECK(body(kFp8, 17, n, Scaling::kBlock) == Body::kWgmma);
-    CHECK(body(kInt8, 32, n, Scaling::kRow, DType::kFloat32) == Body::kMmaSync);
+    CHECK(family(kFp8, 8, n) == Family::kSm80Mma);
+    CHECK(family(kFp8, 9, n) == Family::kSm90Ws);
+    CHECK(family(kInt8, 16, n) == Family::kSm80Mma);
+    CHECK(family(kInt8, 17, n) == Family::kSm90Ws);
+    CHECK(family(kFp8, 16, n, Scaling::kBlock) == Family::kSm80Mma);
+    CHECK(family(kFp8, 17, n, Scaling::kBlock) == Family::kSm90Ws);
+    CHECK(family(kInt8, 32, n, Scaling::kRow, DType::kFloat32) == Family::kSm80Mma);
   }
 }
 
@@ -527,7 +527,7 @@ TEST_CASE("eight bits: int32 sums of a slice of K cannot overflow") {
       problem.x = problem.weight = Format::kInt8;
       problem.m = m, problem.n = 20000, problem.k = 1 << 20;
       Plan plan;
-      REQUIRE(mm::plan(problem, gpu, &plan).ok());
+      REQUIRE(gemm::plan(problem, gpu, &plan).ok());
       INFO(describe(problem, gpu) << ": " << to_string(plan));
       // All warps of a CTA at one slice each is the least it may rely on.
       CHECK(problem.k / plan.split_k / plan.warps <= 65536);
@@ -540,11 +540,11 @@ TEST_CASE("eight bits: wgmma sums int8 over as many columns as an int32 holds") 
   Problem problem;
   problem.x = problem.weight = Format::kInt8;
   problem.m = problem.n = 4096;
-  for (const auto& [k, kernel] : {std::pair{(1 << 17) - 16, Body::kWgmma}, {1 << 17, Body::kMmaSync}}) {
+  for (const auto& [k, kernel] : {std::pair{(1 << 17) - 16, Family::kSm90Ws}, {1 << 17, Family::kSm80Mma}}) {
     problem.k = k;
     const Plan plan = planned(problem);
     INFO(describe(problem, kH200) << ": " << to_string(plan));
-    CHECK(plan.body == kernel);
+    CHECK(plan.family == kernel);
   }
 }
 
@@ -556,7 +556,7 @@ TEST_CASE("eight bits: the plan names the tensor cores' instruction") {
       problem.x = x, problem.weight = weight;
       problem.m = 1, problem.n = problem.k = problem.group_size = 4096;
       Plan plan;
-      REQUIRE(mm::plan(problem, gpu, &plan).ok());
+      REQUIRE(gemm::plan(problem, gpu, &plan).ok());
       return std::string(plan.instruction);
     }
     return std::string("no such GPU");
@@ -577,10 +577,10 @@ TEST_CASE("eight bits: a GPU below compute capability 8.0 is refused by name") {
   Problem problem;
   problem.m = problem.n = problem.k = 64;
   Plan plan;
-  const Status status = mm::plan(problem, Gpu{75, 40, 65536}, &plan);
+  const Status status = gemm::plan(problem, Gpu{75, 40, 65536}, &plan);
   CHECK(!status.ok());
   CHECK(status.message().find("7.5") != std::string::npos);
   CHECK(status.message().find("8.0") != std::string::npos);
 }
 
-}  // namespace qao::mm
+}  // namespace qao::gemm

@@ -1,19 +1,19 @@
-// mm::plan over GPUs and problems: every plan must be runnable and cover the whole product.
+// gemm::plan over GPUs and problems: every plan must be runnable and cover the whole product.
 #include <doctest/doctest.h>
 
 #include <string>
 
+#include "gemm/sm90_skinny/params_ring_x.h"
+#include "gemm/sm90_skinny/params_smem_x.h"
+#include "gemm/sm90_skinny/params_tma_x.h"
 #include "gpus.h"
-#include "int4/layout.h"
-#include "mm/stream/resident.h"
-#include "mm/stream/ring.h"
-#include "mm/stream/tma.h"
-#include "qao/mm.h"
+#include "layout/int4.h"
+#include "qao/gemm.h"
 
-namespace qao::mm {
+namespace qao::gemm {
 namespace {
 
-using namespace stream;
+using namespace sm90_skinny;
 
 Problem float_int4() {
   Problem problem;
@@ -63,7 +63,7 @@ std::string describe(const Problem& p, const Gpu& gpu) {
 TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
   for_each_problem([](const Problem& problem, const Gpu& gpu) {
     Plan plan;
-    const Status status = mm::plan(problem, gpu, &plan);
+    const Status status = gemm::plan(problem, gpu, &plan);
     const std::string about = describe(problem, gpu) + ": " + (status.ok() ? to_string(plan) : status.message());
     INFO(about);
     REQUIRE(status.ok());
@@ -76,25 +76,25 @@ TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
     CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
     CHECK(plan.split_k >= 1);
     // Split-K parts are added up without a workspace on Hopper, and CTAs of sm90 walk over tiles where there are many.
-    const Body body = plan.body;
+    const Family family = plan.family;
     const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
-    if (body == Body::kStreamRing || body == Body::kStreamResident || body == Body::kStreamTma) {
+    if (family == Family::kSm90SkinnyRingX || family == Family::kSm90SkinnySmemX || family == Family::kSm90SkinnyTmaX) {
       CHECK(gpu.compute_capability >= 90);
       CHECK(problem.m <= plan.tile_m);
       CHECK(plan.ctas <= gpu.num_sms);
       CHECK(plan.ctas % plan.split_k == 0);
       CHECK(plan.workspace_bytes == 0);
-    } else if (body == Body::kWgmma && plan.split_k == 1) {
+    } else if (family == Family::kSm90Ws && plan.split_k == 1) {
       CHECK(plan.ctas >= 1);
       CHECK(plan.ctas <= gpu.num_sms);
-    } else if (body == Body::kWgmma) {
+    } else if (family == Family::kSm90Ws) {
       CHECK(plan.ctas == tiles * plan.split_k);
     } else {
       CHECK(plan.ctas == tiles * plan.split_k);
     }
     // A slice of K without a K-tile (float32 x brings three bfloat16 parts) would be a CTA without work.
     CHECK(plan.split_k <= tiles_k(problem.k) * (problem.x_dtype == DType::kFloat32 ? 3 : 1));
-    if (plan.split_k > 1 && body == Body::kMmaSyncFloatInt4)
+    if (plan.split_k > 1 && family == Family::kSm80MmaWeightOnly)
       CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
     CHECK(plan.reason[0] != '\0');
   });
@@ -107,15 +107,15 @@ TEST_CASE("what a decode plan tells the kernel covers the product and fits the s
       Problem scaled = problem;
       scaled.scale_dtype = scale_dtype;
       Plan plan;
-      REQUIRE(mm::plan(scaled, gpu, &plan).ok());
-      if (plan.body != Body::kStreamRing) continue;
+      REQUIRE(gemm::plan(scaled, gpu, &plan).ok());
+      if (plan.family != Family::kSm90SkinnyRingX) continue;
       INFO(describe(scaled, gpu) << ": " << to_string(plan));
-      const RingConfig& config = kRing[plan.config];
+      const RingXConfig& config = kRingX[plan.config];
       const int clusters = static_cast<int>(plan.ctas / plan.split_k);
-      RingParams d;
+      RingXParams d;
       int shared_bytes;
-      REQUIRE(
-          ring_params(scaled, config, plan.split_k, clusters, static_cast<int>(plan.shared_bytes), &d, &shared_bytes));
+      REQUIRE(ring_x_params(scaled, config, plan.split_k, clusters, static_cast<int>(plan.shared_bytes), &d,
+                            &shared_bytes));
       CHECK(shared_bytes <= plan.shared_bytes);
       CHECK(d.stages == plan.stages);
       CHECK(static_cast<int64_t>(d.row_tiles) * clusters + d.more_row_tiles == tiles_n(problem.n));
@@ -141,16 +141,16 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
       Problem scaled = problem;
       scaled.scale_dtype = scale_dtype;
       Plan plan;
-      REQUIRE(mm::plan(scaled, gpu, &plan).ok());
-      if (plan.body != Body::kStreamResident) continue;
+      REQUIRE(gemm::plan(scaled, gpu, &plan).ok());
+      if (plan.family != Family::kSm90SkinnySmemX) continue;
       INFO(describe(scaled, gpu) << ": " << to_string(plan));
       ++served;
       CHECK(plan.split_k == 1);
-      const ResidentConfig& config = kResident[plan.config];
+      const SmemXConfig& config = kSmemX[plan.config];
       const int ctas = static_cast<int>(plan.ctas), limit = static_cast<int>(plan.shared_bytes);
-      ResidentParams d;
+      SmemXParams d;
       int shared_bytes;
-      REQUIRE(resident_params(scaled, config, ctas, limit, &d, &shared_bytes));
+      REQUIRE(smem_x_params(scaled, config, ctas, limit, &d, &shared_bytes));
       CHECK(shared_bytes <= plan.shared_bytes);
       CHECK(static_cast<int64_t>(d.row_tiles) * ctas + d.more_row_tiles == tiles_n(problem.n));
       CHECK(d.steps == ceil_div(problem.k, kStepColumns));
@@ -166,9 +166,9 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
       CHECK(d.plain_steps * kStepColumns <= problem.k);
       // A warp's pointer to parameters moves by whole groups.
       CHECK(((config.warps * d.groups_of_step) & ((1 << std::min(d.group_shift, 1)) - 1)) == 0);
-      // An x too large for shared memory is left to another body.
+      // An x too large for shared memory is left to another family.
       scaled.k = 1 << 20;
-      CHECK_FALSE(resident_params(scaled, config, ctas, gpu.shared_bytes_per_cta, &d, &shared_bytes));
+      CHECK_FALSE(smem_x_params(scaled, config, ctas, gpu.shared_bytes_per_cta, &d, &shared_bytes));
     }
   });
   CHECK(served > 0);
@@ -183,17 +183,17 @@ TEST_CASE("a product with RMSNorm before it is one kernel for few tokens from Ho
       Plan plan;
       const bool fuses = fuses_norm(normed, gpu);
       INFO(describe(normed, gpu) << (gated ? " gated: " : ": ") << to_string(plan));
-      REQUIRE(mm::plan(normed, gpu, &plan).ok() == fuses);
+      REQUIRE(gemm::plan(normed, gpu, &plan).ok() == fuses);
       if (!fuses) continue;
       ++served;
       CHECK(gpu.compute_capability >= 90);
       CHECK(problem.x_dtype == DType::kBFloat16);
       CHECK(problem.k % kStepColumns == 0);
-      const ResidentConfig& config = kResident[plan.config];
-      ResidentParams d;
+      const SmemXConfig& config = kSmemX[plan.config];
+      SmemXParams d;
       int shared_bytes;
-      REQUIRE(resident_params(normed, config, static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes), &d,
-                              &shared_bytes));
+      REQUIRE(smem_x_params(normed, config, static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes), &d,
+                            &shared_bytes));
       CHECK(shared_bytes <= gpu.shared_bytes_per_cta);
       // Pairs of row tiles, one of gate and one of up.
       const int64_t parts = gated ? 2 : 1, tiles = static_cast<int64_t>(d.row_tiles) * plan.ctas + d.more_row_tiles;
@@ -203,7 +203,7 @@ TEST_CASE("a product with RMSNorm before it is one kernel for few tokens from Ho
       // A factor for each of eight tokens, and a sum of squares for every token and K-step.
       CHECK(d.factors_offset % 16 == 0);
       CHECK(d.partials_offset % 16 == 0);
-      CHECK(d.partials_offset - d.factors_offset >= 4 * (kResidentTokens + d.steps * d.tokens));
+      CHECK(d.partials_offset - d.factors_offset >= 4 * (kSmemXTokens + d.steps * d.tokens));
       normed.x_aligned = false;
       CHECK_FALSE(fuses_norm(normed, gpu));
     }
@@ -220,15 +220,15 @@ TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kerne
       scaled.scale_dtype = scale_dtype;
       for (const Candidate<Plan>& candidate : candidates(scaled, gpu)) {
         const Plan& plan = candidate.plan;
-        if (plan.body != Body::kStreamTma) continue;
+        if (plan.family != Family::kSm90SkinnyTmaX) continue;
         const std::string about = describe(scaled, gpu) + ": " + to_string(plan);
         INFO(about);
         ++served;
-        const TmaConfig& config = kTma[plan.config];
+        const TmaXConfig& config = kTmaX[plan.config];
         const int ctas = static_cast<int>(plan.ctas), limit = static_cast<int>(plan.shared_bytes);
-        TmaParams d;
+        TmaXParams d;
         int shared_bytes;
-        REQUIRE(tma_params(scaled, config, ctas, limit, &d, &shared_bytes));
+        REQUIRE(tma_x_params(scaled, config, ctas, limit, &d, &shared_bytes));
         CHECK(shared_bytes == plan.shared_bytes);
         CHECK(problem.m <= plan.tile_m);
         CHECK(plan.ctas <= gpu.num_sms);
@@ -238,17 +238,17 @@ TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kerne
         CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
         CHECK(d.steps * kStepColumns >= problem.k);
         CHECK(d.row_tile_bytes == d.steps * kStepBytes);
-        const int stage_bytes = tma_stage_bytes(config.tiles_n, problem.has_zeros);
+        const int stage_bytes = tma_x_stage_bytes(config.tiles_n, problem.has_zeros);
         CHECK(stage_bytes % 128 == 0);
-        CHECK(stage_bytes >= config.tiles_n * kTileN * kTmaTokens * 4);  // sums of a pass
-        CHECK(d.ring_offset == d.steps * kStepBoxes * kTmaTokens * kBoxRowBytes);
+        CHECK(stage_bytes >= config.tiles_n * kTileN * kTmaXTokens * 4);  // sums of a pass
+        CHECK(d.ring_offset == d.steps * kStepBoxes * kTmaXTokens * kBoxRowBytes);
         CHECK(d.barriers_offset == d.ring_offset + config.warps * config.stages * stage_bytes);
         CHECK(d.barriers_offset % 8 == 0);
         CHECK(d.places_offset == d.barriers_offset + 8 * d.steps);
         // A warp's pointer to parameters moves by whole groups.
         CHECK((config.warps & ((1 << std::min(d.group_shift, 1)) - 1)) == 0);
         scaled.x_aligned = false;
-        CHECK_FALSE(tma_params(scaled, config, ctas, limit, &d, &shared_bytes));
+        CHECK_FALSE(tma_x_params(scaled, config, ctas, limit, &d, &shared_bytes));
         scaled.x_aligned = true;
       }
     }
@@ -259,36 +259,38 @@ TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kerne
 TEST_CASE("on Hopper an fp4 weight has special kernels for bfloat16 activations, for others that of every GPU") {
   Problem problem;
   problem.weight = Format::kFp4, problem.scale_dtype = DType::kBFloat16, problem.n = problem.k = 4096;
-  const auto body = [&](const Gpu& gpu) {
+  const auto family = [&](const Gpu& gpu) {
     Plan plan;
-    REQUIRE(mm::plan(problem, gpu, &plan).ok());
-    return plan.body;
+    REQUIRE(gemm::plan(problem, gpu, &plan).ok());
+    return plan.family;
   };
   for (int64_t group_size : {16, 32}) {
     problem.group_size = group_size;
     for (int64_t m : {1, 8, 9, 16, 17, 1000}) {
       problem.m = m;
-      CHECK(body(kH200) == (m == 1 ? Body::kStreamResident : m <= 16 ? Body::kStreamRing : Body::kWgmma));
-      CHECK(body(kA100) == Body::kMmaSyncFloatInt4);
+      CHECK(family(kH200) == (m == 1    ? Family::kSm90SkinnySmemX
+                              : m <= 16 ? Family::kSm90SkinnyRingX
+                                        : Family::kSm90Ws));
+      CHECK(family(kA100) == Family::kSm80MmaWeightOnly);
       for (DType dtype : {DType::kFloat32, DType::kFloat16}) {
         problem.x_dtype = dtype;
-        CHECK(body(kH200) == Body::kMmaSyncFloatInt4);
+        CHECK(family(kH200) == Family::kSm80MmaWeightOnly);
       }
       problem.x_dtype = DType::kBFloat16;
     }
   }
   problem.m = 2;  // as many columns of a product as four groups have
-  CHECK(body(kH200) == Body::kStreamResident);
+  CHECK(family(kH200) == Family::kSm90SkinnySmemX);
   problem.n = 14336;  // several passes
-  CHECK(body(kH200) == Body::kStreamRing);
+  CHECK(family(kH200) == Family::kSm90SkinnyRingX);
   problem.group_size = 16;
-  CHECK(body(kH200) == Body::kStreamRing);
+  CHECK(family(kH200) == Family::kSm90SkinnyRingX);
   problem.m = 1;
-  CHECK(body(kH200) == Body::kStreamResident);
+  CHECK(family(kH200) == Family::kSm90SkinnySmemX);
   problem.m = 2, problem.n = 4096;
-  CHECK(body(kH200) == Body::kStreamRing);
+  CHECK(family(kH200) == Family::kSm90SkinnyRingX);
   problem.m = 1, problem.k = problem.group_size;  // a K-step of one group
-  CHECK(body(kH200) == Body::kMmaSyncFloatInt4);
+  CHECK(family(kH200) == Family::kSm80MmaWeightOnly);
 }
 
 TEST_CASE("few tokens of 16 bits stream their weights from Hopper on, all else does not") {
@@ -296,47 +298,47 @@ TEST_CASE("few tokens of 16 bits stream their weights from Hopper on, all else d
   problem.m = 1, problem.n = problem.k = 4096, problem.group_size = 128, problem.has_zeros = true;
   const auto planned = [](const Problem& of, const Gpu& gpu) {
     Plan plan;
-    REQUIRE(mm::plan(of, gpu, &plan).ok());
+    REQUIRE(gemm::plan(of, gpu, &plan).ok());
     return plan;
   };
-  const auto body = [&](const Problem& of, const Gpu& gpu) { return planned(of, gpu).body; };
-  CHECK(body(problem, kH200) == Body::kStreamResident);
-  CHECK(body(problem, kB200) == Body::kStreamResident);
-  CHECK(body(problem, kA100) == Body::kMmaSyncFloatInt4);
+  const auto family = [&](const Problem& of, const Gpu& gpu) { return planned(of, gpu).family; };
+  CHECK(family(problem, kH200) == Family::kSm90SkinnySmemX);
+  CHECK(family(problem, kB200) == Family::kSm90SkinnySmemX);
+  CHECK(family(problem, kA100) == Family::kSm80MmaWeightOnly);
   problem.n = 6144;  // three row tiles a pass
-  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnySmemX);
   CHECK(planned(problem, kH200).tile_n == 48);
   problem.m = 3;
-  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnySmemX);
   problem.m = 4;
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
   problem.m = 1;
   problem.group_size = 32;  // parameters of three row tiles are more than a warp copies at once
   CHECK(planned(problem, kH200).tile_n == 32);
   problem.n = 4096;
-  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnySmemX);
   problem.k = 2048;  // hardly a K-step a warp
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
   problem.m = 4, problem.n = 14336, problem.k = 4096;  // more than eight columns of a token and a group
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
   problem.group_size = 128;
-  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnySmemX);
   problem.m = 5;
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
   problem.n = 28672;  // many rows for every multiprocessor
-  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnySmemX);
   problem.m = 6;
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
   problem.n = 128256;
-  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnySmemX);
   problem.k = 65536;  // x does not fit
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
 
   for (int64_t n : {1024, 4096, 6144, 14336, 28672}) {
     problem.m = 16, problem.n = n, problem.k = 4096;
-    CHECK(body(problem, kH200) == Body::kStreamTma);
+    CHECK(family(problem, kH200) == Family::kSm90SkinnyTmaX);
     problem.group_size = 64;  // sums of their own
-    CHECK(body(problem, kH200) == Body::kStreamRing);
+    CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
     problem.group_size = 128;
   }
   problem.n = 28672;  // four passes of four row tiles rather than five of three
@@ -344,32 +346,32 @@ TEST_CASE("few tokens of 16 bits stream their weights from Hopper on, all else d
   problem.n = 10240;  // two of three rather than two of four
   CHECK(planned(problem, kH200).tile_n == 48);
   problem.n = 5120, problem.k = 5120;  // x leaves room for passes of two row tiles only
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
   problem.n = 3584, problem.k = 18944;
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
   problem.n = 152064, problem.k = 896;  // hardly any columns
-  CHECK(body(problem, kH200) == Body::kWgmma);
+  CHECK(family(problem, kH200) == Family::kSm90Ws);
   for (int64_t n : {4096, 8192, 28672, 152064}) {
     problem.m = 17, problem.n = n, problem.k = 4096, problem.x_aligned = true;
-    CHECK(body(problem, kH200) == Body::kWgmma);
-    CHECK(body(problem, kA100) == Body::kMmaSyncFloatInt4);
+    CHECK(family(problem, kH200) == Family::kSm90Ws);
+    CHECK(family(problem, kA100) == Family::kSm80MmaWeightOnly);
     problem.x_aligned = false;
-    CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
+    CHECK(family(problem, kH200) == Family::kSm80MmaWeightOnly);
   }
   problem.m = 16, problem.n = 4096;  // TMA loads x
-  CHECK(body(problem, kH200) == Body::kStreamRing);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyRingX);
   problem.x_aligned = true, problem.x_dtype = DType::kFloat16;
-  CHECK(body(problem, kH200) == Body::kStreamTma);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnyTmaX);
   problem.m = 8, problem.k = 896;
-  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(family(problem, kH200) == Family::kSm90SkinnySmemX);
   problem.k = 14336;
-  CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
+  CHECK(family(problem, kH200) == Family::kSm80MmaWeightOnly);
   problem.m = 16;
-  CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
+  CHECK(family(problem, kH200) == Family::kSm80MmaWeightOnly);
   problem.n = 6144;
-  CHECK(body(problem, kH200) == Body::kWgmma);
+  CHECK(family(problem, kH200) == Family::kSm90Ws);
   problem.m = 1, problem.x_dtype = DType::kFloat32;
-  CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
+  CHECK(family(problem, kH200) == Family::kSm80MmaWeightOnly);
 }
 
 TEST_CASE("pairs of CTAs split K for 9 to 16 tokens where that fills more of the GPU") {
@@ -377,7 +379,7 @@ TEST_CASE("pairs of CTAs split K for 9 to 16 tokens where that fills more of the
     Problem problem = float_int4();
     problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128;
     Plan plan;
-    REQUIRE(mm::plan(problem, kH200, &plan).ok());
+    REQUIRE(gemm::plan(problem, kH200, &plan).ok());
     return plan;
   };
   CHECK(planned(8, 1024, 4096).ctas == 128);  // 64 row tiles
@@ -390,15 +392,15 @@ TEST_CASE("pairs of CTAs split K for 9 to 16 tokens where that fills more of the
 TEST_CASE("what plan() takes is among the candidates, and every one of them fits the GPU") {
   for_each_problem([](const Problem& problem, const Gpu& gpu) {
     Plan plan;
-    REQUIRE(mm::plan(problem, gpu, &plan).ok());
+    REQUIRE(gemm::plan(problem, gpu, &plan).ok());
     const std::string about = describe(problem, gpu) + ": " + to_string(plan);
     INFO(about);
     int found = 0;
     for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
       const Plan& other = candidate.plan;
       CHECK(other.shared_bytes <= gpu.shared_bytes_per_cta);
-      CHECK(problem.m <= (other.body == Body::kStreamRing ? other.tile_m : problem.m));
-      found += other.body == plan.body && other.config == plan.config && other.tile_n == plan.tile_n &&
+      CHECK(problem.m <= (other.family == Family::kSm90SkinnyRingX ? other.tile_m : problem.m));
+      found += other.family == plan.family && other.config == plan.config && other.tile_n == plan.tile_n &&
                other.split_k == plan.split_k && other.splits_last == plan.splits_last && other.ctas == plan.ctas &&
                other.shared_bytes == plan.shared_bytes;
     }
@@ -409,7 +411,7 @@ TEST_CASE("what plan() takes is among the candidates, and every one of them fits
 TEST_CASE("splitting K never fills the GPU more than once") {
   for_each_problem([](const Problem& problem, const Gpu& gpu) {
     Plan plan;
-    REQUIRE(mm::plan(problem, gpu, &plan).ok());
+    REQUIRE(gemm::plan(problem, gpu, &plan).ok());
     INFO(describe(problem, gpu) << ": " << to_string(plan));
     if (plan.split_k > 1) CHECK(plan.ctas <= gpu.num_sms);
   });
@@ -418,8 +420,8 @@ TEST_CASE("splitting K never fills the GPU more than once") {
 TEST_CASE("the same problem gives the same plan") {
   for_each_problem([](const Problem& problem, const Gpu& gpu) {
     Plan first, second;
-    REQUIRE(mm::plan(problem, gpu, &first).ok());
-    REQUIRE(mm::plan(problem, gpu, &second).ok());
+    REQUIRE(gemm::plan(problem, gpu, &first).ok());
+    REQUIRE(gemm::plan(problem, gpu, &second).ok());
     REQUIRE(to_string(first) == to_string(second));
   });
 }
@@ -429,12 +431,12 @@ TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the ti
     Problem problem = float_int4();
     problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128, problem.x_aligned = aligned;
     Plan plan;
-    REQUIRE(mm::plan(problem, kH200, &plan).ok());
+    REQUIRE(gemm::plan(problem, kH200, &plan).ok());
     return plan;
   };
-  CHECK(planned(16, 4096, 4096).body == Body::kStreamTma);
-  CHECK(planned(17, 4096, 4096, false).body == Body::kMmaSyncFloatInt4);
-  CHECK(planned(17, 4096, 4096).body == Body::kWgmma);
+  CHECK(planned(16, 4096, 4096).family == Family::kSm90SkinnyTmaX);
+  CHECK(planned(17, 4096, 4096, false).family == Family::kSm80MmaWeightOnly);
+  CHECK(planned(17, 4096, 4096).family == Family::kSm90Ws);
   CHECK(std::string(planned(17, 4096, 4096).instruction) == "wgmma bf16");
   const Plan few = planned(64, 28672, 4096);  // more row tiles than multiprocessors: CTAs walk over them
   CHECK(few.tile_m == 64);
@@ -455,10 +457,10 @@ TEST_CASE("a GPU below compute capability 8.0 is refused by name") {
   Problem problem = float_int4();
   problem.m = problem.n = problem.k = 64, problem.group_size = 64;
   Plan plan;
-  const Status status = mm::plan(problem, Gpu{75, 40, 65536}, &plan);
+  const Status status = gemm::plan(problem, Gpu{75, 40, 65536}, &plan);
   CHECK(!status.ok());
   CHECK(status.message().find("7.5") != std::string::npos);
   CHECK(status.message().find("8.0") != std::string::npos);
 }
 
-}  // namespace qao::mm
+}  // namespace qao::gemm

@@ -1,4 +1,4 @@
-// mm::plan for experts over GPUs, formats and sizes: every plan must fit its GPU and have tiles for every routing.
+// gemm::plan for experts over GPUs, formats and sizes: every plan must fit its GPU and have tiles for every routing.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -6,15 +6,15 @@
 #include <string>
 #include <vector>
 
+#include "gemm/moe_routing.h"
+#include "gemm/problem.h"
+#include "gemm/sm80_mma/operands.h"
+#include "gemm/sm90_skinny/grouped.h"
 #include "gpus.h"
-#include "int4/layout.h"
-#include "mm/mma_sync/operands.h"
-#include "mm/problem.h"
-#include "mm/routing.h"
-#include "mm/stream/grouped.h"
-#include "qao/grouped_mm.h"
+#include "layout/int4.h"
+#include "qao/grouped_gemm.h"
 
-namespace qao::mm {
+namespace qao::gemm {
 namespace {
 
 // All pairs of formats that have kernels.
@@ -27,7 +27,7 @@ std::vector<Problem> problems() {
         problem.x = x, problem.weight = weight, problem.x_dtype = dtype;
         problem.scale_dtype = DType::kFloat32, problem.group_size = 32, problem.has_zeros = true;
         problem.quantizes_x = x != Format::kFloat;
-        if (is_float_int4(problem) || mma_sync::operands_of(problem) != mma_sync::Operands::kCount) {
+        if (is_float_int4(problem) || sm80_mma::operands_of(problem) != sm80_mma::Operands::kCount) {
           all.push_back(problem);
         }
       }
@@ -57,7 +57,7 @@ TEST_CASE("every grouped product has a plan that fits its GPU") {
               Experts e;
               e.count = experts, e.rows = rows;
               Plan plan;
-              const Status status = mm::plan(problem, e, gpu, &plan);
+              const Status status = gemm::plan(problem, e, gpu, &plan);
               const std::string about = std::string(name_of(problem.x)) + " x " + name_of(problem.weight) + ", " +
                                         std::to_string(experts) + " experts, " + std::to_string(rows) +
                                         " rows: " + (status.ok() ? to_string(plan) : status.message());
@@ -67,10 +67,10 @@ TEST_CASE("every grouped product has a plan that fits its GPU") {
               const int64_t tiles = token_tiles(experts, rows, plan.tile_m);
               REQUIRE(tiles > 0);
               const int64_t row_tiles = int4::tiles_n(n);
-              if (plan.body == Body::kWgmma) {  // CTAs stay, at most one an SM
+              if (plan.family == Family::kSm90Ws) {  // CTAs stay, at most one an SM
                 CHECK(plan.ctas >= 1);
                 CHECK(plan.ctas <= std::min<int64_t>(gpu.num_sms, tiles * (ceil_div(n, plan.tile_n) + 1)));
-              } else if (plan.body == Body::kStreamRing) {  // the GPU cuts
+              } else if (plan.family == Family::kSm90SkinnyRingX) {  // the GPU cuts
                 CHECK(plan.ctas_at_once >= gpu.num_sms);
                 CHECK(plan.ctas >= plan.ctas_at_once);
               } else {
@@ -110,45 +110,45 @@ TEST_CASE("few bfloat16 rows an expert stream on Hopper") {
   Plan plan;
   for (int64_t rows : {8, 256}) {
     problem.m = experts.rows = rows;
-    REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
-    CHECK(plan.body == Body::kStreamRing);
+    REQUIRE(gemm::plan(problem, experts, kH200, &plan).ok());
+    CHECK(plan.family == Family::kSm90SkinnyRingX);
     const bool at_once = plan.ctas <= kH200.num_sms, several_waves = plan.ctas >= 2 * kH200.num_sms;
     CHECK((at_once || several_waves));
-    REQUIRE(mm::plan(problem, experts, kA100, &plan).ok());
-    CHECK(plan.body == Body::kMmaSyncFloatInt4);
+    REQUIRE(gemm::plan(problem, experts, kA100, &plan).ok());
+    CHECK(plan.family == Family::kSm80MmaWeightOnly);
   }
-  const auto body_of = [&](int64_t each) {
+  const auto family_of = [&](int64_t each) {
     problem.m = experts.rows = 128 * each;
-    REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
+    REQUIRE(gemm::plan(problem, experts, kH200, &plan).ok());
     CHECK(plan.shared_bytes <= kH200.shared_bytes_per_cta);
-    return plan.body;
+    return plan.family;
   };
-  CHECK(body_of(6) == Body::kStreamRing);
-  CHECK(body_of(7) == Body::kWgmma);  // scales of 32 bits
+  CHECK(family_of(6) == Family::kSm90SkinnyRingX);
+  CHECK(family_of(7) == Family::kSm90Ws);  // scales of 32 bits
   problem.scale_dtype = DType::kBFloat16;
-  CHECK(body_of(6) == Body::kStreamRing);
-  CHECK(body_of(7) == Body::kStreamTma);
-  CHECK(body_of(8) == Body::kStreamTma);
+  CHECK(family_of(6) == Family::kSm90SkinnyRingX);
+  CHECK(family_of(7) == Family::kSm90SkinnyTmaX);
+  CHECK(family_of(8) == Family::kSm90SkinnyTmaX);
   CHECK(plan.tile_m == 16);
-  CHECK(body_of(9) == Body::kWgmma);
+  CHECK(family_of(9) == Family::kSm90Ws);
   problem.k = 4096;  // the end of a pass counts less
-  CHECK(body_of(12) == Body::kStreamTma);
-  CHECK(body_of(13) == Body::kWgmma);
+  CHECK(family_of(12) == Family::kSm90SkinnyTmaX);
+  CHECK(family_of(13) == Family::kSm90Ws);
   problem.k = 7168;  // for which 16 rows of x are too many
-  CHECK(body_of(8) == Body::kStreamTma);
+  CHECK(family_of(8) == Family::kSm90SkinnyTmaX);
   CHECK(plan.tile_m == 12);
-  CHECK(body_of(9) == Body::kWgmma);
+  CHECK(family_of(9) == Family::kSm90Ws);
   problem.k = 14336;
-  CHECK(body_of(8) == Body::kWgmma);
+  CHECK(family_of(8) == Family::kSm90Ws);
   problem.k = 2048, problem.group_size = 64;
-  CHECK(body_of(8) == Body::kWgmma);
+  CHECK(family_of(8) == Family::kSm90Ws);
   problem.weight = Format::kFp4, problem.group_size = 32;
-  CHECK(body_of(4) == Body::kStreamRing);
-  CHECK(body_of(5) == Body::kWgmma);
+  CHECK(family_of(4) == Family::kSm90SkinnyRingX);
+  CHECK(family_of(5) == Family::kSm90Ws);
 }
 
 TEST_CASE("CTAs share the tiles that a routing has: all at once, or finer in several rounds") {
-  using stream::sharing, stream::Spread;
+  using sm90_skinny::sharing, sm90_skinny::Spread;
   for (const int places : {20, 132, 200}) {
     for (const int us : {1, 48, 455, 1800}) {
       for (const int passes : {1, 5, 24, 448}) {
@@ -180,8 +180,8 @@ TEST_CASE("many rows an expert are wgmma's on Hopper") {
   Plan plan;
   const auto plan_of = [&](int64_t rows) {
     problem.m = experts.rows = rows;
-    REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
-    CHECK(plan.body == Body::kWgmma);
+    REQUIRE(gemm::plan(problem, experts, kH200, &plan).ok());
+    CHECK(plan.family == Family::kSm90Ws);
     CHECK(plan.split_k == 1);
   };
   plan_of(128 * 32);
@@ -199,8 +199,8 @@ TEST_CASE("many rows an expert are wgmma's on Hopper") {
   CHECK(plan.workspace_bytes >= 128 * 16 * 2 * problem.k);
   experts.count = 1024;  // more than the table holds
   problem.m = experts.rows = 1024 * 64;
-  REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
-  CHECK(plan.body == Body::kMmaSync);
+  REQUIRE(gemm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(plan.family == Family::kSm80Mma);
 }
 
 TEST_CASE("what has no plan says so") {
@@ -210,14 +210,14 @@ TEST_CASE("what has no plan says so") {
   Experts experts;
   experts.count = 2, experts.rows = 4;
   Plan plan;
-  CHECK(!mm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(!gemm::plan(problem, experts, kH200, &plan).ok());
   problem.k = 65536;
-  CHECK(mm::plan(problem, experts, kH200, &plan).ok());
-  CHECK(!mm::plan(problem, experts, Gpu{75, 40, 65536}, &plan).ok());
+  CHECK(gemm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(!gemm::plan(problem, experts, Gpu{75, 40, 65536}, &plan).ok());
   problem.x = Format::kFp8;
-  CHECK(!mm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(!gemm::plan(problem, experts, kH200, &plan).ok());
   experts.rows = int64_t{1} << 31, problem.x = Format::kInt8;
-  CHECK(!mm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(!gemm::plan(problem, experts, kH200, &plan).ok());
 }
 
-}  // namespace qao::mm
+}  // namespace qao::gemm

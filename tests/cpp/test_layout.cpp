@@ -1,10 +1,10 @@
-// cuda/int4/layout.h against the picture in its head, written here a second time.
+// cuda/layout/int4.h against the picture in its head, written here a second time.
 #include <doctest/doctest.h>
 
 #include <set>
 #include <vector>
 
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::int4 {
 namespace {

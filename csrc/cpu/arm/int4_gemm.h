@@ -6,18 +6,18 @@
 // Zero points, x's first, are subtracted per section and not at the end: if x is far from 0 along all of K, both sums
 // are large.
 //
-// fp4 W (cuda/fp4/layout.h) uses `tbl` in place of masks: bytes are twice the values, and there are no zero points. A
+// fp4 W (cuda/layout/fp4.h) uses `tbl` in place of masks: bytes are twice the values, and there are no zero points. A
 // tile has one group per half, or per k-step.
 //
 // `Dot` provides the instructions (lane_dot.h).
 #pragma once
 
 #include "cpu/arm/simd.h"
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
-#include "fp4/layout.h"
-#include "int4/layout.h"
+#include "layout/fp4.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

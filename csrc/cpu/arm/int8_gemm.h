@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/arm/simd.h"
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 

@@ -5,9 +5,9 @@
 
 #include <immintrin.h>
 
-#include "cpu/mm_job.h"
-#include "fp4/layout.h"
-#include "int4/layout.h"
+#include "cpu/gemm/job.h"
+#include "layout/fp4.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

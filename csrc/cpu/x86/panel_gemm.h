@@ -31,10 +31,10 @@
 
 #include <utility>
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 

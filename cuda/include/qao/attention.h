@@ -1,6 +1,6 @@
 // Attention of few tokens over a key-value cache: y = softmax(scale q kᵀ + mask) v. C++ API.
 //
-// csrc/attention.cpp is the only caller in qao. The CPU takes the same structs (csrc/cpu/attention.h).
+// csrc/ops/attention.cpp is the only caller in qao. The CPU takes the same structs (csrc/cpu/attention.h).
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Cost model of plan(): the expected time of a plan.
 //
-// Compute is counts (Terms) times measured costs (mm/wgmma/costs.inc, written by `python -m bench tune`). Memory time
-// is the bytes of W over the bandwidth. The two overlap: the result is the longer one plus a fraction of the shorter
-// one.
+// Compute is counts (Terms) times measured costs (gemm/sm90_ws/cost_model.inc, written by `python -m bench tune`).
+// Memory time is the bytes of W over the bandwidth. The two overlap: the result is the longer one plus a fraction of
+// the shorter one.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ inline double microseconds(const Terms& counts, const Terms& costs, double bytes
 template <typename Plan>
 struct Candidate {
   Plan plan;
-  const char* operands = "";  // key of mm/wgmma/costs.inc together with plan.tile_m; "": not selected by cost
+  const char* operands = "";  // key of gemm/sm90_ws/cost_model.inc together with plan.tile_m; "": not selected by cost
   Terms counts{};
 };
 

@@ -1,6 +1,6 @@
 // Embedding lookup in a quantized weight: out[m, k] = dequantized W[ids[m], k]. C++ API.
 //
-// Bitwise equal to dequantizing all of W. csrc/embedding.cpp is the only caller in qao.
+// Bitwise equal to dequantizing all of W. csrc/ops/embedding.cpp is the only caller in qao.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Problem {
   int64_t m = 0;                  // number of ids
   int64_t n = 0;                  // rows of W (num_embeddings)
   int64_t k = 0;                  // columns of W (embedding_dim)
-  Format weight = Format::kInt4;  // kInt4: packed (cuda/int4/layout.h); kInt8: row-major
+  Format weight = Format::kInt4;  // kInt4: packed (cuda/layout/int4.h); kInt8: row-major
   int64_t group_size = 0;         // int4: 32, 64, 128, 256 or k
   bool has_zeros = false;         // int4: the scales tensor also holds zero points
   bool one_scale = false;         // int8: one scale for all of W instead of one per row

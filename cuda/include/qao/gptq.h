@@ -1,6 +1,6 @@
 // GPTQ rounding of a block of columns with error feedback; rows are independent. C++ API.
 //
-// csrc/gptq.cpp is the only caller.
+// csrc/ops/gptq.cpp is the only caller.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Packing, unpacking and dequantization of int4 weights (cuda/int4/layout.h) on the GPU. C++ API.
+// Packing, unpacking and dequantization of int4 weights (cuda/layout/int4.h) on the GPU. C++ API.
 //
-// csrc/int4_pack.cpp is the only caller in qao.
+// csrc/ops/int4_pack.cpp is the only caller in qao.
 #pragma once
 
 #include <cstdint>

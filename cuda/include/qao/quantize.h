@@ -1,7 +1,7 @@
 // Quantization of activations to 8 bits, optionally with a fused producer. C++ API.
 //
 // q = round(value / scale) + zero. `value` is x, or the output of a producer such as RMSNorm. A producer's values can
-// also be returned as y, in the dtype of x. Callers: csrc/quantize.cpp and csrc/quantized_x.cpp.
+// also be returned as y, in the dtype of x. Callers: csrc/ops/quantize.cpp and csrc/ops/quantized_x.cpp.
 #pragma once
 
 #include <cstdint>

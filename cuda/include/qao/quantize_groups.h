@@ -1,6 +1,6 @@
 // Group-wise integer quantization of weights [N, K] with a search for clipping ranges. C++ API.
 //
-// For CPU and GPU. csrc/quantize_weight.cpp is the only caller. The arithmetic is in quantize_group.h.
+// For CPU and GPU. csrc/ops/quantize_weight.cpp is the only caller. The arithmetic is in quantize_group.h.
 #pragma once
 
 #include <cstdint>

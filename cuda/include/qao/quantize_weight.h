@@ -1,7 +1,7 @@
 // Quantization of weights [N, K] into the tensors that kernels read, without a range search.
 //
 // The scale maps the largest magnitude, or the range, of the values that share it onto the codes.
-// csrc/quantize_weight_in_place.cpp is the only caller.
+// csrc/ops/quantize_weight_in_place.cpp is the only caller.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Attention of one token per sequence over a static cache: rotary embedding of q and k, write of k and v to the cache,
 // and y = softmax(scale q kᵀ + mask) v. C++ API.
 //
-// csrc/token_attention.cpp is the only caller in qao. The CPU takes the same structs (csrc/cpu/token_attention.h).
+// csrc/ops/token_attention.cpp is the only caller in qao. The CPU takes the same structs (csrc/cpu/token_attention.h).
 #pragma once
 
 #include <cstdint>

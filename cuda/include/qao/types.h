@@ -29,8 +29,8 @@ constexpr const char* name_of(DType dtype) {
   return "?";
 }
 
-// Storage format of matrix elements: a DType, 8 bits (fp8 is e4m3), or 4 bits (cuda/int4/layout.h; fp4 is e2m1,
-// cuda/fp4/layout.h). GGUF: blocks of any of its types, row-major, on the CPU only (csrc/cpu/gguf_blocks.h).
+// Storage format of matrix elements: a DType, 8 bits (fp8 is e4m3), or 4 bits (cuda/layout/int4.h; fp4 is e2m1,
+// cuda/layout/fp4.h). GGUF: blocks of any of its types, row-major, on the CPU only (csrc/cpu/gguf_blocks.h).
 enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3, kFp4 = 4, kGguf = 5 };
 
 constexpr const char* name_of(Format format) {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..schemes import Fp4Weight, Int4Weight, PackedWeight, Scheme
 
-_TILE = 16, 64  # rows and columns of a packed int4 tile (cuda/int4/layout.h)
+_TILE = 16, 64  # rows and columns of a packed int4 tile (cuda/layout/int4.h)
 
 
 class Cut(NamedTuple):

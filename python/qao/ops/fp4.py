@@ -6,7 +6,7 @@ scales [N, G] of groups along K:
     group_size 32   MXFP4   scales are powers of two                       W = code * scale
     group_size 16   NVFP4   scales are e4m3, divisor is float32 [N]        W = code * (scale / divisor)
 
-cuda/fp4/layout.h has the packed layout: codes in the positions of int4's nibbles, scales [ceil(N / 16), G, 1, 16] as
+cuda/layout/fp4.h has the packed layout: codes in the positions of int4's nibbles, scales [ceil(N / 16), G, 1, 16] as
 for int4. Groups of 16 add three rows to the scales, bfloat16 numbers that sum to the divisor.
 """
 

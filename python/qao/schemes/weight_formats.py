@@ -26,7 +26,7 @@ GROUP_SIZES = (32, 64, 128, 256, -1)  # of the int4 kernels, the most accurate f
 
 @dataclass(frozen=True)
 class Int4Weight(Scheme):
-    """int4, W = (q - zero) * scale in groups along K, packed in the tiles of cuda/int4/layout.h."""
+    """int4, W = (q - zero) * scale in groups along K, packed in the tiles of cuda/layout/int4.h."""
 
     group_size: int = 128
     symmetric: bool = False
@@ -100,7 +100,7 @@ class Int4Weight(Scheme):
 
 @dataclass(frozen=True)
 class Fp4Weight(Scheme):
-    """e2m1 floats in groups along K, packed in the tiles of cuda/int4/layout.h: W = code * scale, or, with "nvfp4",
+    """e2m1 floats in groups along K, packed in the tiles of cuda/layout/int4.h: W = code * scale, or, with "nvfp4",
     W = code * (scale / divisor). Unpacked, ``zeros`` is the divisor, float32 [N, 1]."""
 
     format: Literal["mxfp4", "nvfp4"] = "mxfp4"

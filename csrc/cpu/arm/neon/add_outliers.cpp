@@ -2,10 +2,10 @@
 // They are computed in float32, column by column of W. y is rounded to its dtype afterwards.
 #include "cpu/arm/simd.h"
 #include "cpu/fixed_point.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
-#include "fp4/layout.h"
-#include "int4/layout.h"
+#include "layout/fp4.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

@@ -8,7 +8,7 @@ using Dot = LaneDot<Bytes>;
 }  // namespace qao::cpu
 
 #include "cpu/arm/int8_gemm.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 
 namespace qao::cpu {
 

@@ -1,7 +1,7 @@
 // Packing of int8 x as padded rows, columns in the order of W's bytes, with section sums.
 // For int4 W, both padding and sums include x's zero point.
 #include "cpu/arm/neon/tile_order.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 
 namespace qao::cpu {
 

@@ -1,6 +1,6 @@
 // Exact conversion of e4m3 x to a wider dtype.
 #include "cpu/arm/simd.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 
 namespace qao::cpu {
 

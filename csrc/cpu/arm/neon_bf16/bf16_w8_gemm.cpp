@@ -1,7 +1,7 @@
 // W8A16 GEMM with bfloat16 x and `bfmmla`: two rows of W by two of x, four columns at a time.
 // Four rows of W are expanded, exactly, into a panel in L1 in operand order. Every pair of rows of x reads it.
 #include "cpu/arm/simd.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 

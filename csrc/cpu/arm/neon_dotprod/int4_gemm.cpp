@@ -8,7 +8,7 @@ using Dot = LaneDot<Sdot>;
 }  // namespace qao::cpu
 
 #include "cpu/arm/int4_gemm.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 
 namespace qao::cpu {
 

@@ -9,7 +9,7 @@ using Dot = MatrixDot;
 }  // namespace qao::cpu
 
 #include "cpu/arm/int4_gemm.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 
 namespace qao::cpu {
 

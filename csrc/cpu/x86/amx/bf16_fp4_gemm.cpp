@@ -4,7 +4,7 @@
 // As in bf16_int4_gemm.cpp, `vpermw` looks up words of four nibbles in a table of 32 entries: 16 entries stored twice
 // with groups of 32, or those of two groups with groups of 16. The fifth bit of the index then selects the half of the
 // section.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
 #include "cpu/x86/avx512/fp4.h"
 #include "cpu/x86/avx512/int4_parameters.h"

@@ -7,7 +7,7 @@
 //   x float16, float32 (2, 3):    the table holds q - whole, exact, and every section ends with
 //                                 y += scale * (C + (whole - zero) * sum(x)).
 // `whole` is the zero point if that is an integer in 0..15, so that weights of 0 contribute nothing to any sum.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 

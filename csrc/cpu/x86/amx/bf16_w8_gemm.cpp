@@ -1,7 +1,7 @@
 // 8-bit weight policies of bf16_gemm.h.
 // int8 and e4m3 are exact in bfloat16. Per-row and per-tensor scales multiply y. Scales of 128 x 128 blocks multiply
 // the sums of a section or, if y is no more precise and W is expanded rarely, W.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
 #include "cpu/x86/amx/bf16_pairs.h"
 #include "cpu/x86/avx512/expand.h"

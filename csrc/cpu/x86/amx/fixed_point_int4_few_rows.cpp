@@ -9,13 +9,13 @@
 //
 // y is the sum of both halves. Rows with chunks of two words are recomputed with AVX-512. Chunks are accumulated one
 // behind and tiles of W expanded one ahead, so that the tile unit never waits for a recent store.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/tiles.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/simd.h"
 #include "cpu/x86/weight_stream.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

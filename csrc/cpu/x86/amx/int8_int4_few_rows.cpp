@@ -3,13 +3,13 @@
 // packed (pack_int8_tiles.cpp). Sums are exact integers up to the end of a group, where, in registers,
 //   total += scale * (C - x_zero * sum(q) - zero * sum(x - x_zero)).
 // The sums of W's nibbles q are products with the row of ones.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_tiles.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/weight_stream.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

@@ -2,10 +2,10 @@
 // 32 rows of W are expanded in panels of 256 k, minus their zero points, to A tiles for int8_pipeline.h. B tiles come
 // packed (pack_int8_tiles.cpp). Sums are exact integers up to the end of a group or panel, where x's zero points times
 // the sums of these bytes are subtracted.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_pipeline.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

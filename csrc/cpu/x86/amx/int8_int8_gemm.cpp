@@ -4,7 +4,7 @@
 // registers along all of K. Otherwise: panels of 1024 k (int8_pipeline.h). The first rows of x load W directly and copy
 // it to the panel, which avoids collisions of pages and cache sets, for the other rows. The next rows of W are
 // prefetched meanwhile.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_pipeline.h"
 #include "cpu/x86/avx512/int8_output.h"

@@ -1,7 +1,7 @@
 // Definitions shared by the int8 AMX kernels. `static`: see numeric.h.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/x86/amx/output.h"
 #include "cpu/x86/amx/tiles.h"
 #include "cpu/x86/avx512/simd.h"

@@ -1,7 +1,7 @@
 // Epilogue of the AMX kernels: from C tiles, rows of W by rows of x, to y. `static`: see numeric.h.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/amx/bf16_pairs.h"
 #include "cpu/x86/avx512/simd.h"

@@ -6,9 +6,9 @@
 // of a K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`. fp4 is like int4 with groups of 32.
 //
 // float32 and float16 become sums of 3 and 2 bfloat16 parts, exact except for bits below bfloat16's range.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/simd.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

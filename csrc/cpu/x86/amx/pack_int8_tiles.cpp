@@ -1,10 +1,10 @@
 // Packing of int8 x as AMX B tiles, with group sums.
 // A tile is 16 fours of k x 16 rows, columns in the order of W's bytes. For int4 W, the sums are minus x's zero points,
 // which also fill columns past K.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/amx/int8_tiles.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

@@ -1,7 +1,7 @@
 // Conversion of 8-bit x to bfloat16, in rows of 64 tiles_k values.
 // int8 minus its zero point (-128..127) and e4m3 are exact. e4m3 with block scales is scaled and rounded, unless sums
 // end with blocks.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/amx/bf16_pairs.h"
 #include "cpu/x86/avx512/expand.h"
 

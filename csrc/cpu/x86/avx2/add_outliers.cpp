@@ -1,11 +1,11 @@
 // Products of the outliers of x, which its fixed point leaves out (pack_fixed_point.cpp).
 // They are computed in float32, column by column of W. y is rounded to its dtype afterwards.
 #include "cpu/fixed_point.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/avx2/fp4.h"
 #include "cpu/x86/avx2/simd.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

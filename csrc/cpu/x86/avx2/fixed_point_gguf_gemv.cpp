@@ -2,8 +2,8 @@
 // Codes of 256 columns of a row of W, less their offset, and the words of x are 16-bit integers in natural order:
 //   y += x_scale * sum over segments of scale * sum(code * x) - minimum * sum(x).
 // Sums of a segment of 16 columns, or of two with one scale, are exact.
+#include "cpu/gemm/kernels.h"
 #include "cpu/gguf_blocks.h"
-#include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx2/simd.h"

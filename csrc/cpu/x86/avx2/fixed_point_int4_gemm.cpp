@@ -4,11 +4,11 @@
 // Per chunk of K, the nibbles of 16 rows of W are expanded into a panel in L1, [four k][16 rows][4 bytes]. Every row of
 // x then broadcasts four bytes to multiply it. Sums of eight fours stay in 16 bits (8 * 2 * 15 * 128 < 2^15) and are
 // then widened.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx2/int4_panel.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

@@ -6,12 +6,12 @@
 // chunks have 64 k. Per chunk and row, with exact integer sums:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
 #include <type_traits>
 
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/avx2/fp4.h"
 #include "cpu/x86/avx2/simd.h"
 #include "cpu/x86/fixed_point_gemv.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

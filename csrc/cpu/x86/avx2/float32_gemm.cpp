@@ -1,6 +1,6 @@
 // float32 GEMM of float x and any W that expands to float32 (panel_gemm.h).
 // Scales of groups and blocks are applied to the expanded W, block scales of x to the packed x.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx2/expand.h"
 #include "cpu/x86/avx2/fp4.h"
 #include "cpu/x86/avx2/gguf_floats.h"

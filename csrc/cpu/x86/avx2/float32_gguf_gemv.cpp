@@ -1,5 +1,5 @@
 // GGUF W by a few rows of float x: 256 columns of a row of W in float32 meet every row of x.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx2/gguf_floats.h"

@@ -40,7 +40,7 @@ struct Simd {
 }  // namespace qao::cpu
 
 #include "cpu/float32_w8_gemm.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 
 namespace qao::cpu {
 

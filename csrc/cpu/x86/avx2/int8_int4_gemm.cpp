@@ -1,6 +1,6 @@
 // W4A8 GEMM with `vpmaddubsw`: W's unsigned nibbles times the bytes of x.
 // Sums of eight steps stay in 16 bits (8 * 2 * 15 * 128 < 2^15) and are exact.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx2/panel.h"
 
 namespace qao::cpu {

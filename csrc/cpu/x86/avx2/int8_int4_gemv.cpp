@@ -5,12 +5,12 @@
 //   y += scale * (sum(q * x) - zero * sum(x)).
 // Zero points, x's first, are subtracted per section and not at the end: if x is far from 0 along all of K, sums of its
 // bytes are large.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx2/int8_output.h"
 #include "cpu/x86/avx2/simd.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

@@ -1,6 +1,6 @@
 // W8A8 GEMM with `vpmaddwd`.
 // Both operands are 16-bit integers, two columns per step, with sums in int32 over all of K.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx2/panel.h"
 
 namespace qao::cpu {

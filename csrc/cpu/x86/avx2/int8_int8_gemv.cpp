@@ -1,6 +1,6 @@
 // W8A8 kernel for a few rows of x with `vpmaddwd`.
 // Lanes run along K: four rows of W by up to two of x, both widened to 16 bits. All products and sums are exact.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx2/int8_output.h"

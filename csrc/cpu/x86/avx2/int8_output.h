@@ -1,7 +1,7 @@
 // Epilogue of int8 kernels: from integer sums to y, 8 columns at a time. `static`: see numeric.h.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/x86/avx2/simd.h"
 
 namespace qao::cpu {

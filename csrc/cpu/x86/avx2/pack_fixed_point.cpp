@@ -1,8 +1,8 @@
-// Packing of x as fixed point for kernels that multiply bytes (format in mm_job.h).
+// Packing of x as fixed point for kernels that multiply bytes (format in gemm/job.h).
 #include "cpu/fixed_point_rows.h"
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx2/simd.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

@@ -2,7 +2,7 @@
 // Columns are in the order of W's bytes.
 #include <immintrin.h>
 
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 
 namespace qao::cpu {
 namespace {

@@ -2,7 +2,7 @@
 // `static`: see numeric.h.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/x86/avx2/int4_panel.h"
 #include "cpu/x86/avx2/int8_output.h"
 #include "cpu/x86/panel_gemm.h"

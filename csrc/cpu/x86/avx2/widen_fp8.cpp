@@ -1,7 +1,7 @@
 // Exact conversion of e4m3 x to a wider dtype.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx2/expand.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 

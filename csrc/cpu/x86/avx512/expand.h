@@ -1,7 +1,7 @@
 // Exact conversion of bytes of W to bfloat16: 64 columns in order. `static`: see numeric.h.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/x86/avx512/simd.h"
 
 namespace qao::cpu {

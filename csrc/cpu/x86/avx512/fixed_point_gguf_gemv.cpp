@@ -3,7 +3,7 @@
 // any shuffles, since x was packed in that order. Vectors of the same groups are added as integers before their scale:
 //   y += x_scale * sum over groups of scale * (sum(code * x) - offset * sum(x)) - minimum * sum(x).
 // Offsets come off the exact integer sums. Four rows of W are read at a time, as four streams.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/numeric.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/avx512/gguf_unpack.h"

@@ -3,12 +3,12 @@
 //
 // Per chunk of K, the nibbles of 16 or 32 rows of W are expanded into a panel in L1, [four k][16 rows][4 bytes]. Every
 // row of x then broadcasts four bytes to multiply it. Rows 8..15 hold 16 times their nibble, which their scales undo.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx512/int4_panel.h"
 #include "cpu/x86/avx512/int4_parameters.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

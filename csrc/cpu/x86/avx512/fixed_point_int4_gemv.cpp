@@ -7,7 +7,7 @@
 // Lanes stay separate until the end of the row: lane j holds columns 4 j .. 4 j + 3 in tile_column()'s order.
 #include <type_traits>
 
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx512/fp4.h"
@@ -15,7 +15,7 @@
 #include "cpu/x86/avx512/simd.h"
 #include "cpu/x86/fixed_point_gemv.h"
 #include "cpu/x86/weight_stream.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

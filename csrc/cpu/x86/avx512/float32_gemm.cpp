@@ -1,7 +1,7 @@
 // float32 GEMM of float x and any W that expands to float32.
 // It serves x that is not bfloat16, and CPUs without AVX512-BF16. Scales of groups and blocks are applied to the
 // expanded W, block scales of x to the packed x.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512/float32_panel.h"
 #include "cpu/x86/avx512/fp4.h"

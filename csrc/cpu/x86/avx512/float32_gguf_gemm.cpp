@@ -1,5 +1,5 @@
 // GGUF GEMM of float x, with W in float32.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/float32_panel.h"
 #include "cpu/x86/avx512/gguf_panel.h"
 

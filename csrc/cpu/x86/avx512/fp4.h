@@ -1,9 +1,9 @@
-// fp4 W with AVX-512: values and scales of 16 rows (cuda/fp4/layout.h). `static`: see numeric.h.
+// fp4 W with AVX-512: values and scales of 16 rows (cuda/layout/fp4.h). `static`: see numeric.h.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/x86/avx512/simd.h"
-#include "fp4/layout.h"
+#include "layout/fp4.h"
 
 namespace qao::cpu {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/x86/avx512/simd.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 

@@ -2,9 +2,9 @@
 // `static`: see numeric.h.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/x86/avx512/simd.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 

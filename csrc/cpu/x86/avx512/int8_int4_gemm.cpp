@@ -3,7 +3,7 @@
 // sums:
 //   total += scale * (sum(q * x) - zero * sum(x)).
 // Zero points, x's first, are subtracted per section: if x is far from 0 along all of K, sums of its bytes are large.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/int4_panel.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/int8_panel.h"

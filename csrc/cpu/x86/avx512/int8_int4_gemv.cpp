@@ -3,13 +3,13 @@
 //
 // Per row and section, with exact integer sums:  y += scale * (sum(q * x) - zero * sum(x)), where x is its bytes minus
 // their zero point, if any.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/int8_output.h"
 #include "cpu/x86/avx512/simd.h"
 #include "cpu/x86/weight_stream.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

@@ -1,6 +1,6 @@
 // W8A8 GEMM with VNNI, sums in int32 over all of K.
 // W ^ 0x80 is W + 128; 128 times the sum of x is subtracted at the end.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/int8_panel.h"
 
 namespace qao::cpu {

@@ -2,7 +2,7 @@
 //
 // `vpdpbusd` needs one unsigned operand: W ^ 0x80 is W + 128; 128 times the sum of x is subtracted at the end. Each row
 // of W is one stream of pages; four at once, with the next four prefetched meanwhile, keep memory busy.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx512/int8_output.h"

@@ -1,7 +1,7 @@
 // Packing of int8 x as panels (panel_gemm.h), with section sums.
 // For int4 W the columns of each 64 are in the order in which W's bytes are expanded (int4_panel.h), the first half
 // before the second.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/int4_panel.h"
 #include "cpu/x86/avx512/int8_panel.h"
 

@@ -2,10 +2,10 @@
 // It covers 64 rows of W, and the expansion of bytes to panels. `static`: see numeric.h.
 #pragma once
 
-#include "cpu/mm_job.h"
+#include "cpu/gemm/job.h"
 #include "cpu/x86/avx512/int8_output.h"
 #include "cpu/x86/panel_gemm.h"
-#include "int4/layout.h"
+#include "layout/int4.h"
 
 namespace qao::cpu {
 namespace {

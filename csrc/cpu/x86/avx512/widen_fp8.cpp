@@ -1,5 +1,5 @@
 // Exact conversion of e4m3 x to bfloat16; other dtypes as in avx2.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/expand.h"
 
 namespace qao::cpu {

@@ -1,6 +1,6 @@
 // fp4 GEMM with bfloat16 x.
 // A panel holds codes times their scales, which are exact in bfloat16, so sums run over all of K.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/fp4.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
 

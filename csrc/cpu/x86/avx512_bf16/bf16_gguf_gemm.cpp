@@ -1,7 +1,7 @@
 // GGUF GEMM with bfloat16 x.
 // A panel holds code - offset, exact in bfloat16. Every section of 16 or 32 columns, which have one scale, ends with
 //   total += scale * sums - minimum * sum(x).
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512/gguf_panel.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"

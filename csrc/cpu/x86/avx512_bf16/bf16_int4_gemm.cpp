@@ -2,7 +2,7 @@
 // A panel holds q - whole, exact in bfloat16. `whole` is the zero point if that is an integer in 0..15, so that weights
 // of 0 contribute nothing to any sum. Every section ends with
 //   total += scale * (sums + (whole - zero) * sum(x)).
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
 

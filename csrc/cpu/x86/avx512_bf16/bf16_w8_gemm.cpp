@@ -3,7 +3,7 @@
 // panel, which covers one block of K.
 #include <type_traits>
 
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
 

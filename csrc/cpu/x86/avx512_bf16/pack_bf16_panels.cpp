@@ -1,6 +1,6 @@
 // Packing of x as panels (panel_gemm.h), columns in order.
 // x is bfloat16, fp8, or float that is rounded to fp8 here. For int4 and GGUF W it computes section sums.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
 

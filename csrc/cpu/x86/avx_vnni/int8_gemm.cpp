@@ -1,7 +1,7 @@
 // W8A8 and W4A8 GEMMs with 256-bit `vpdpbusd`, sums in int32.
 // Its first operand is unsigned: W's nibbles, or W ^ 0x80, which is W + 128; 128 times the sum of x is subtracted at
 // the end.
-#include "cpu/mm_kernels.h"
+#include "cpu/gemm/kernels.h"
 #include "cpu/x86/avx2/panel.h"
 
 namespace qao::cpu {

@@ -1,0 +1,31 @@
+// The portable grouped-GEMM kernels as grouped_launch.cu sees them.
+// They take the parameters of a dense kernel, set for expert 0, and a routing.
+#pragma once
+
+#include "gemm/moe_routing.h"
+#include "gemm/sm80_mma/params.h"
+#include "gemm/weight_only_params.h"
+
+namespace qao::gemm::sm80_mma::grouped {
+
+// Rows of grouped_tiles_sm90.inc; rows of grouped_tiles.inc follow. A plan's config counts through both.
+constexpr int kGroupedTilesSm90 = 0
+#define QAO_TILE(...) +1
+#include "gemm/sm80_mma/grouped_tiles_sm90.inc"
+#undef QAO_TILE
+    ;
+// `row` counts within one of the two files.
+using Kernel = void (*)(Params, Routing);
+Kernel kernel_sm90_of(int row, Operands operands);
+Kernel kernel_of(int row, Operands operands);
+
+// `config` is a row of grouped_weight_only_tiles.inc.
+using WeightOnlyKernel = void (*)(Int4Params, Routing);
+WeightOnlyKernel w4a16_kernel_of(int config, bool half, bool zeros);
+WeightOnlyKernel wfp4a16_kernel_of(int config, bool half, bool nvfp4);
+
+// Launches a plan of gemm::plan() for a grouped GEMM.
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
+              void* stream);
+
+}  // namespace qao::gemm::sm80_mma::grouped

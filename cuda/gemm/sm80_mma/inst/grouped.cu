@@ -1,0 +1,9 @@
+// Portable grouped-GEMM kernels for GPUs other than Hopper.
+#define QAO_TILES "gemm/sm80_mma/grouped_tiles.inc"
+#include "gemm/sm80_mma/grouped_kernel_table.cuh"
+
+namespace qao::gemm::sm80_mma::grouped {
+
+Kernel kernel_of(int row, Operands operands) { return (*kOfOperands[static_cast<int>(operands)])[row]; }
+
+}  // namespace qao::gemm::sm80_mma::grouped

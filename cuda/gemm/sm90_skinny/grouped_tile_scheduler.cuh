@@ -1,0 +1,61 @@
+// Work distribution of the grouped skinny-GEMM kernels: parts of a CTA, and their rows of x.
+#pragma once
+
+#include "gemm/moe_routing.cuh"
+#include "gemm/sm90_skinny/epilogue.cuh"
+#include "gemm/sm90_skinny/grouped.h"
+
+namespace qao::gemm::sm90_skinny {
+
+// Row of x of each token of a part.
+template <int tokens>
+__device__ __forceinline__ int* rows_of_x() {
+  __shared__ int rows[tokens];
+  return rows;
+}
+
+// Element `k` of token `token` of the original x.
+template <int tokens>
+struct GatheredX {
+  const Params& p;
+  int token;
+  __device__ __forceinline__ float operator()(int k) const {
+    return load_float(p.x, rows_of_x<tokens>()[token] * p.x_stride + k, DType::kBFloat16);
+  }
+};
+
+// A block of rows of an expert and a run of its n-tiles.
+struct Part {
+  const uint8_t *weight, *scales;  // of the expert
+  const void* bias;
+  int64_t row0;  // in y
+  int tokens, row_tile0, row_tiles;
+};
+
+// Calls use(part) for each part of this CTA. Rows of y that belong to no expert become zeros.
+template <int tile_m, typename Use>
+__device__ __forceinline__ void for_each_part(const Params& p, const Routing& r, const Spread& spread, int cta,
+                                              int ctas, const Use& use) {
+  int end = cta + 1;
+#pragma unroll 1
+  for (int at = cta; at < end; at += ctas) {
+    RowsAndTiles all;
+    int parts;
+    const auto choose = [&](int tiles) {
+      parts = sharing(spread, tiles);
+      return at / parts;
+    };
+    const Share share = find_share<tile_m>(r, choose, all);
+    if (at == cta && all.rows < r.rows) write_rest(r, all.rows, p.y, p.y_dtype, p.n, cta, ctas, blockDim.x);
+    if (share.rows == 0) return;
+    end = parts * all.tiles;
+    const int row = share.token_block * tile_m, part = at % parts, each = p.row_tiles / parts,
+              more = p.row_tiles % parts;
+    use(Part{of_expert(p.weight, share.expert, r.weight_bytes), of_expert(p.scales, share.expert, r.scales_bytes),
+             of_expert(p.bias, share.expert, r.bias_bytes), share.begin + int64_t{row}, min(share.rows - row, tile_m),
+             part * each + min(part, more), each + (part < more)});
+    __syncthreads();  // shared memory may be reused
+  }
+}
+
+}  // namespace qao::gemm::sm90_skinny

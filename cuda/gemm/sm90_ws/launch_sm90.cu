@@ -1,0 +1,25 @@
+// Launch of dense WGMMA kernels.
+#include "common/launch.h"
+#include "common/shared_memory.h"
+#include "gemm/launch.h"
+#include "gemm/sm90_ws/kernel_table.cuh"
+#include "gemm/sm90_ws/make_params.h"
+
+namespace qao::gemm::sm90_ws {
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream) {
+  const Tile tile = kTiles[plan.config];
+  const Params p = params_of(problem, plan, arguments, x);
+  TensorMaps maps{};
+  if (Status status = make_tensor_maps(problem, plan, arguments, x, p, 1, &maps); !status.ok()) return status;
+  const KernelFunction<false> kernel = kKernels<false>[plan.config][row_of(problem, tile)];
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
+                static_cast<cudaStream_t>(stream)};
+  launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
+  launch.cluster = plan.splits_last ? kLastSplit : tile.ping_pong ? kPingPongCluster : p.split_k;
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching sm90_ws", kernel, p, maps);
+}
+
+}  // namespace qao::gemm::sm90_ws

@@ -1,0 +1,369 @@
+// Kernel traits, pipeline, tile scheduler, and the producer warps.
+#pragma once
+
+#include <type_traits>
+
+#include "common/convert.cuh"
+#include "common/ptx.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+#include "gemm/sm90_ws/dequant_fp4.cuh"
+#include "gemm/sm90_ws/dequant_int4.cuh"
+#include "gemm/sm90_ws/dequant_two_level.cuh"
+#include "gemm/sm90_ws/kernel_traits.h"
+#include "gemm/sm90_ws/moe_tile_table.cuh"
+#include "gemm/sm90_ws/params.h"
+#include "layout/int4.h"
+
+namespace qao::gemm::sm90_ws {
+
+// T: MMA type, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3 or E5m2. `columns`: promotion needs a value per token,
+// a scale or a sum of x.
+template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool ping_pong,
+          bool grouped = false>
+struct Kernel {
+  using T = T_;
+  using Product = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
+  static constexpr Format kWeight = weight;
+  static constexpr Fold kFold = fold;
+  static constexpr bool kFolds = fold != Fold::kNone, kColumns = columns;
+  static constexpr bool kFloatX =
+      !std::is_same_v<T, int8_t> && !std::is_same_v<T, qao::wgmma::E4m3> && !std::is_same_v<T, qao::wgmma::E5m2>;
+  static constexpr bool kPacked = is_packed(weight), kFromRegisters = kFloatX || kPacked;
+  static constexpr bool kScalesOperand =
+      kPacked && kFloatX && !kFolds;  // int4 and fp4 are multiplied by their scales in T
+  static constexpr bool kGroups = fold == Fold::kGroup;
+  // int4 with int8 x: multiplied by integers per group, in int8; with e4m3 x: by powers of two, in e5m2
+  static constexpr bool kRowScales = kPacked && !kFloatX && !kGroups;
+  // int4 with e4m3 x: codes minus integer zero points
+  static constexpr bool kCentred = kPacked && std::is_same_v<T, qao::wgmma::E4m3>;
+  static constexpr bool kMakesScales = kScalesOperand || kRowScales;  // three warps convert scales, one stage ahead
+  static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
+  static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // a warpgroup has 64 tokens; else it has 64 rows of W
+  static constexpr bool kOneHalf = kFolds && tokens == 256;       // registers for products of half of the tokens only
+  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped, fold == Fold::kPromote};
+  static constexpr Tile kTile{rows, tokens, ping_pong};
+  static constexpr bool kPingPong = ping_pong, kGrouped = grouped;
+  static constexpr int kSharers = kTile.sharers();
+  using Params = std::conditional_t<grouped, GroupedParams, sm90_ws::Params>;
+  static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // 64-row parts per warpgroup
+  static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
+  static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes per token
+  static constexpr int kSteps = kAtoms * kAtomSteps;                           // WGMMAs, 32 bytes per token each
+  static constexpr Stage kStage{kTraits, kTile, grouped};
+  static constexpr int kWarpgroups = kTile.warpgroups(), kConsumerThreads = kWarpgroups * 128,
+                       kThreads = kConsumerThreads + kProducerThreads;
+  // All threads start with equal register counts; consumers take exactly the registers that producers give up.
+  static constexpr int kProducerRegisters = kMakesScales ? 56 : 40;
+  static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kMakesScales ? 224 : 232;
+  static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
+  static constexpr int kPanel = 2048 / tokens;  // token tiles per panel
+  static constexpr int kEndRows = expert_end_rows(tokens);
+};
+
+// Pipeline: the ring of stages and the position of a role in it. A stage has three mbarriers and a word that flags
+// scales with a rest (RowScale).
+template <typename K>
+struct Ring {
+  uint32_t data;  // shared address
+  int stage = 0, parity = 0;
+
+  __device__ __forceinline__ uint32_t address() const { return data + stage * K::kStage.bytes; }
+  __device__ __forceinline__ uint32_t arrived() const { return data + K::kStage.barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t released() const { return arrived() + kBarrierBytes; }
+  __device__ __forceinline__ uint32_t scales_arrived() const { return arrived() + 2 * kBarrierBytes; }
+  __device__ __forceinline__ uint32_t rest() const { return arrived() + 3 * kBarrierBytes; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == K::kStage.count) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void skip(int stages) {  // any number
+    stage += stages;
+    parity ^= stage / K::kStage.count & 1;
+    stage %= K::kStage.count;
+  }
+  __device__ __forceinline__ void advance(int stages) {  // at most the number of stages
+    stage += stages;
+    if (stage >= K::kStage.count) stage -= K::kStage.count, parity ^= 1;
+  }
+};
+
+// Consumer warpgroups with rows of W in this tile.
+__device__ __forceinline__ int warpgroups(const Params& p) {
+  return (p.tile_rows + kWarpgroupRows - 1) / kWarpgroupRows;
+}
+
+// Tile of y, and the k-tiles of this CTA, counted across all parts of x. Rasterization is in panels of 2048 tokens;
+// inside a panel, the token tiles of one row tile are consecutive. Weights are then read from L2 within a panel, and x
+// stays in L2 between row tiles.
+struct Place {
+  int row_block, token_block, begin, end;
+  int split_k;      // CTAs of a cluster that split K
+  ExpertRows rows;  // grouped: rows of the tile's expert
+};
+template <typename K>
+__device__ __forceinline__ int64_t first_token(const Place& at) {
+  return (K::kGrouped ? at.rows.begin : 0) + static_cast<int64_t>(at.token_block) * K::kTokens;
+}
+template <typename K>
+__device__ __forceinline__ int64_t last_token(const Params& p, const Place& at) {  // exclusive
+  return K::kGrouped ? at.rows.end : p.m;
+}
+// Offset of an expert in an array with `size` elements per expert.
+template <typename K>
+__device__ __forceinline__ int of_expert(const Place& at, int size) {
+  return K::kGrouped ? at.rows.expert * size : 0;
+}
+// a / b without a division in the common cases. Division is slow, and latency before a CTA's first load adds to every
+// call.
+__device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : b == 1 ? a : a / b; }
+// Position of tile `tile` in the panels of one GEMM.
+template <typename K>
+__device__ __forceinline__ void place_in_panel(const Params& p, int tile, int token_blocks, Place* at) {
+  const int panel = quotient(tile, K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
+  const int width = min(K::kPanel, token_blocks - panel * K::kPanel);
+  at->row_block = quotient(inside, width);
+  at->token_block = panel * K::kPanel + inside - at->row_block * width;
+}
+// Tile of scheduler step `turn`. Past Params::whole_tiles, each tile has two steps, one per CTA of the pair that splits
+// K.
+template <typename K>
+__device__ __forceinline__ Place place(const Params& p, uint32_t shared, int turn) {
+  const int steps = p.parts * p.k_tiles;
+  Place at{0, 0, 0, steps, 1, {}};
+  if constexpr (K::kGrouped) {
+    const Routing& r = static_cast<const GroupedParams&>(p).routing;
+    const ExpertTiles of = find_expert(r, shared + K::kStage.table, turn, p.row_blocks);
+    place_in_panel<K>(p, turn - of.first_tile * p.row_blocks, of.tiles, &at);
+    at.rows = of.rows;
+  } else {
+    const bool whole = turn < p.whole_tiles;
+    place_in_panel<K>(p, whole ? turn : p.whole_tiles + (turn - p.whole_tiles) / kLastSplit, p.token_blocks, &at);
+    at.split_k = whole ? p.split_k : kLastSplit;
+    const int part = at.split_k > 1 ? ptx::cluster_rank() : 0;
+    at.begin = quotient(steps * part, at.split_k), at.end = quotient(steps * (part + 1), at.split_k);
+  }
+  if constexpr (K::kPingPong) at.row_block = at.row_block * kPingPongCluster + ptx::cluster_rank();
+  return at;
+}
+// First scheduler step of this CTA.
+template <typename K>
+__device__ __forceinline__ int first_turn(const Params& p) {
+  return K::kPingPong || p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
+}
+template <typename K>
+__device__ __forceinline__ int turn_step(const Params& p) {
+  return K::kPingPong || p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
+}
+template <typename K>
+__device__ __forceinline__ int turns(const Params& p, uint32_t shared) {
+  if constexpr (K::kGrouped) {
+    return all_of_experts(static_cast<const GroupedParams&>(p).routing, shared + K::kStage.table).tiles * p.row_blocks;
+  }
+  return p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
+}
+// `shared`: shared-memory address of the CTA.
+template <typename K, typename Work>
+__device__ __forceinline__ void for_each_tile(const Params& p, uint32_t shared, const Work& work) {
+  const int end = turns<K>(p, shared), step = turn_step<K>(p);
+  for (int turn = first_turn<K>(p); turn < end; turn += step) work(place<K>(p, shared, turn));
+}
+// First row of W of a tile, or first row tile of a packed W.
+template <typename K>
+__device__ __forceinline__ int weight_row(const Params& p, const Place& at) {
+  if constexpr (K::kPacked) {
+    const int row_tiles = (p.n + int4::kTileN - 1) / int4::kTileN;
+    return of_expert<K>(at, row_tiles) + at.row_block * (p.tile_rows / int4::kTileN);
+  }
+  return of_expert<K>(at, p.n) + at.row_block * p.tile_rows;
+}
+
+// Whether k-tile `at` is the last of its group.
+__device__ __forceinline__ bool ends_group(const Params& p, int at) {
+  return at + 1 == p.k_tiles || ((at + 1) & ((1 << p.fold_shift) - 1)) == 0;
+}
+__device__ __forceinline__ int first_group(const Params& p, int at) {
+  return p.groups_per_tile > 1 ? at * p.groups_per_tile : at >> p.fold_shift;
+}
+
+// Prefetches the CTA's first k-tiles of W into L2, one per lane.
+template <typename K>
+__device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps, uint32_t shared) {
+  constexpr int kPackedTiles = K::kTileK / int4::kTileK;
+  const Place at = place<K>(p, shared, first_turn<K>(p));
+  const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
+  if (lane >= p.prefetch_tiles || i >= at.end) return;
+  if constexpr (K::kPacked) {
+    tma::prefetch_3d(&maps.weight, 0, kPackedTiles * k_tile, weight_row<K>(p, at));
+    tma::prefetch_3d(&maps.scales, 0, first_group(p, k_tile), weight_row<K>(p, at));
+  } else {
+    tma::prefetch_3d(&maps.weight, k_tile * K::kTileK, 0, weight_row<K>(p, at));
+  }
+}
+
+// TMA boxes of x per stage: `count` boxes of `rows` tokens. Partial token tiles have smaller boxes, since TMA takes
+// longer to zero-fill than to copy.
+struct XCopies {
+  const CUtensorMap* map;
+  int rows, count;
+};
+template <typename K>
+__device__ __forceinline__ XCopies x_copies(const Params& p, const TensorMaps& maps, const Place& at) {
+  const auto left = static_cast<int>(last_token<K>(p, at) - first_token<K>(at));
+  // The rows after an expert's belong to other experts.
+  const bool whole = K::kGrouped ? 2 * left > K::kTokens && first_token<K>(at) + K::kTokens <= p.m : left >= K::kTokens;
+  if (whole) return {&maps.x, K::kTokens / K::kSharers, K::kSharers};
+  if constexpr (!K::kGrouped) return {&maps.last_x, p.last_x_rows, K::kSharers};
+  return {&maps.last_x, K::kEndRows, (left + K::kEndRows - 1) / K::kEndRows};
+}
+
+// Producer warp: fills the stages. Out-of-bounds elements are zero. All lanes run the loop, so that the TMA coordinates
+// stay in uniform registers; an elected lane issues.
+template <typename K>
+__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring<K> ring) {
+  constexpr int kPackedTiles = K::kTileK / int4::kTileK;
+  const int row_tiles = p.tile_rows / int4::kTileN;
+  const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
+  const int weight_bytes = K::kStage.weight / K::kTile.rows * p.tile_rows + (K::kMakesScales ? 0 : scale_bytes);
+  for_each_tile<K>(p, ring.data, [&](const Place& at) {
+    int part = 0, k_tile = at.begin;
+    while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
+    const int token0 = static_cast<int>(first_token<K>(at)), row0 = weight_row<K>(p, at);
+    const XCopies copies = x_copies<K>(p, maps, at);
+    const int bytes = copies.count * copies.rows * K::kAtoms * 128 + weight_bytes;
+    ptx::wait_for_previous_kernel();
+#pragma unroll 1
+    for (int i = at.begin; i < at.end; ++i) {
+      // Wait for a free stage
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      const uint32_t x = ring.address(), weight = x + K::kStage.x, barrier = ring.arrived();
+      if (ptx::elect_one()) {
+        if constexpr (K::kPacked) {  // scales first: they have the longest latency until WGMMA
+          if (!K::kRowScales || p.groups > 1) {
+            const uint32_t scales_barrier = K::kMakesScales ? ring.scales_arrived() : barrier;
+            tma::barrier_expect(scales_barrier, K::kMakesScales ? scale_bytes : bytes);
+            tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), row0, scales_barrier);
+          }
+          if (K::kMakesScales) tma::barrier_expect(barrier, bytes);
+          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, row0, barrier);
+        } else {
+          tma::barrier_expect(barrier, bytes);
+          tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, row0, barrier);
+        }
+        // Issue the loads of x
+#pragma unroll
+        for (int atom = 0; atom < K::kAtoms; ++atom) {
+          const uint32_t to = x + atom * K::kTokens * 128;
+          const int column = k_tile * K::kTileK + atom * K::kAtomK;
+          // Ping-pong: the CTAs of the cluster alternate, and multicast to both.
+          for (int copy = K::kPingPong ? ptx::cluster_rank() : 0; copy < copies.count; copy += K::kSharers) {
+            const int first = copy * copies.rows;
+            if constexpr (K::kPingPong) {
+              tma::load_3d_to_all(to + first * 128, copies.map, column, part, token0 + first, barrier,
+                                  kPingPongCluster);
+            } else {
+              tma::load_3d(to + first * 128, copies.map, column, part, token0 + first, barrier);
+            }
+          }
+        }
+      }
+      ring.advance();
+      if (++k_tile == p.k_tiles) k_tile = 0, ++part;
+    }
+  });
+  ptx::launch_dependents();  // the remaining work needs the loaded stages only
+}
+
+constexpr int kHelperThreads = kProducerThreads - 32;
+
+// Converts the scales of one group of a tile's rows, two pairs of rows per lane. Returns whether any has a rest.
+template <typename T, int rows, DType dtype>
+__device__ __forceinline__ bool make_scales(const Params& p, int lane, uint32_t from, uint32_t to) {
+  constexpr int kLanes = 4;  // lanes per row tile
+  const uint32_t tile = from + lane / kLanes * (p.groups_per_tile * p.group_bytes) + lane % kLanes * 2 * size_of(dtype);
+  RowScale made[2][2];  // rows g and g + 8
+  const auto make = [&](auto of_high) {
+    constexpr bool high = decltype(of_high)::value;
+    const uint32_t at = tile + high * 8 * size_of(dtype);
+    const float2 scales = load_shared_float2<dtype>(at);
+    float2 zeros = {8, 8};
+    if (p.has_zeros) zeros = load_shared_float2<dtype>(at + int4::kTileN * size_of(dtype));
+    made[0][high] = row_scale<T, high>(scales.x * p.scale_factor, zeros.x);
+    made[1][high] = row_scale<T, high>(scales.y * p.scale_factor, zeros.y);
+  };
+  make(std::bool_constant<false>{});
+  make(std::bool_constant<true>{});
+  const uint32_t rest = made[0][0].rest | made[0][1].rest | made[1][0].rest | made[1][1].rest;
+  to += lane * 2 * 2 * 4;
+  ptx::store_shared_16(to, {made[0][0].main, made[0][1].main, made[1][0].main, made[1][1].main});
+  ptx::store_shared_16(to + rows * kRestBytes, {made[0][0].rest, made[0][1].rest, made[1][0].rest, made[1][1].rest});
+  return (rest & 0x7FFF7FFF) != 0;
+}
+// All groups of a k-tile.
+template <typename K, DType dtype>
+__device__ __forceinline__ bool make_all_scales(const Params& p, uint32_t stage) {
+  uint32_t from = stage + K::kStage.x + K::kStage.weight, to = from + K::kStage.scales;
+  bool rest = false;
+#pragma unroll 1
+  for (int group = 0; group < p.groups_per_tile; ++group) {
+    for (int lane = threadIdx.x % 32; lane < p.tile_rows / 4; lane += 32) {
+      rest |= make_scales<typename K::T, K::kTile.rows, dtype>(p, lane, from, to);
+    }
+    from += p.group_bytes, to += K::kTile.rows * kRowScaleBytes;
+  }
+  return __any_sync(0xFFFFFFFFu, rest);
+}
+
+// Three helper warps convert scales, on alternating k-tiles.
+template <typename K>
+__device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
+  constexpr int kWarps = kHelperThreads / 32;
+  static_assert(K::kStage.count >= kWarps);
+  int ahead = threadIdx.x % kProducerThreads / 32 - 1;  // k-tiles of the other warps before this warp's next
+  ring.advance(ahead);
+  for_each_tile<K>(p, ring.data, [&](const Place& place) {
+    int at = place.begin + ahead;
+#pragma unroll 1
+    for (; at < place.end; at += kWarps, ring.advance(kWarps)) {
+      // A warp may run a full ring ahead of a slow load, and must not mistake an older phase of equal parity for this
+      // one.
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      tma::barrier_wait(ring.scales_arrived(), ring.parity);
+      if constexpr (K::kWeight == Format::kFp4) {
+        const uint32_t from = ring.address() + K::kStage.x + K::kStage.weight;
+        make_fp4_scales<K::kTile.rows>(p, threadIdx.x % 32, from, from + K::kStage.scales);
+      } else {
+        const bool rest = p.scale_dtype == DType::kBFloat16  ? make_all_scales<K, DType::kBFloat16>(p, ring.address())
+                          : p.scale_dtype == DType::kFloat16 ? make_all_scales<K, DType::kFloat16>(p, ring.address())
+                                                             : make_all_scales<K, DType::kFloat32>(p, ring.address());
+        if (threadIdx.x % 32 == 0) ptx::store_shared_4(ring.rest(), rest);
+      }
+      tma::barrier_arrive(ring.arrived());  // every lane arrives for its own stores
+    }
+    ahead = at - place.end;
+  });
+}
+
+// Three helper warps load the values per token.
+template <typename K>
+__device__ __forceinline__ void produce_columns(const Params& p, Ring<K> ring) {
+  for_each_tile<K>(p, ring.data, [&](const Place& place) {
+    const int64_t token0 = first_token<K>(place);
+    ptx::wait_for_previous_kernel();
+    for (int at = place.begin; at < place.end; ++at) {
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      const uint32_t to = ring.address() + K::kStage.x + K::kStage.weight + K::kStage.scales;
+      const int group = first_group(p, at);
+      const bool ends = ends_group(p, at);  // the sum of x is subtracted once per group; before, it counts as zero
+      for (int i = threadIdx.x % kProducerThreads - 32; i < p.groups_per_tile * K::kTokens; i += kHelperThreads) {
+        const int64_t token = token0 + i % K::kTokens;
+        const int g = group + i / K::kTokens;
+        const bool exists = ends && at < p.column_tiles && token < p.m && g < p.groups;
+        ptx::cp_async_4(to + i * 4, exists ? p.columns + token * p.groups + g : p.columns, exists);
+      }
+      tma::barrier_arrive_after_copies(ring.arrived());
+      ring.advance();
+    }
+  });
+}
+
+}  // namespace qao::gemm::sm90_ws

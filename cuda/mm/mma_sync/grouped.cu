@@ -1,9 +1,0 @@
-// Portable grouped-GEMM kernels for GPUs other than Hopper.
-#define QAO_TILES "mm/mma_sync/grouped_tiles.inc"
-#include "mm/mma_sync/grouped_table.cuh"
-
-namespace qao::mm::mma_sync::grouped {
-
-Kernel kernel_of(int row, Operands operands) { return (*kOfOperands[static_cast<int>(operands)])[row]; }
-
-}  // namespace qao::mm::mma_sync::grouped

@@ -1,0 +1,81 @@
+// The table of kernel families: each row is there for some problem, and no other than its own.
+#include <doctest/doctest.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gemm/arch.h"
+#include "gpus.h"
+#include "qao/gemm.h"
+
+namespace qao::gemm {
+namespace {
+
+constexpr Family kFamilies[] = {Family::kSm90SkinnySmemX,  Family::kSm90SkinnyTmaX, Family::kSm90SkinnyRingX,
+                                Family::kSm90Ws,           Family::kSm80Mma,        Family::kSm89Mma,
+                                Family::kSm80MmaWeightOnly};
+
+std::vector<Problem> products() {
+  std::vector<Problem> all;
+  for (Format x : {Format::kFloat, Format::kInt8, Format::kFp8}) {
+    for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4}) {
+      if (x != Format::kFloat && weight != x && weight != Format::kInt4) continue;
+      for (int64_t m : {1, 3, 8, 12, 16, 17, 512}) {
+        Problem problem;
+        problem.m = m, problem.n = problem.k = 4096;
+        problem.x = x, problem.weight = weight;
+        problem.group_size = weight == Format::kFp4 ? 32 : 128, problem.scale_dtype = DType::kBFloat16;
+        all.push_back(problem);
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("every family runs some problem, on the GPUs and for the formats it is for") {
+  std::set<Family> seen;
+  for (const Gpu& gpu : kGpus) {
+    for (const Problem& problem : products()) {
+      Plan plan;
+      REQUIRE(gemm::plan(problem, gpu, &plan).ok());
+      const std::string about = std::string(name_of(problem.x)) + " x " + name_of(problem.weight) + ", compute " +
+                                std::to_string(gpu.compute_capability) + ": " + to_string(plan);
+      INFO(about);
+      seen.insert(plan.family);
+      const bool float_int4 = problem.x == Format::kFloat && is_packed(problem.weight);
+      const bool streams = plan.family == Family::kSm90SkinnySmemX || plan.family == Family::kSm90SkinnyTmaX ||
+                           plan.family == Family::kSm90SkinnyRingX;
+      if (streams) CHECK(runs_sm90(gpu));
+      if (plan.family == Family::kSm90Ws) CHECK(is_hopper(gpu));
+      if (streams || plan.family == Family::kSm80MmaWeightOnly) CHECK(float_int4);
+      if (plan.family == Family::kSm80Mma || plan.family == Family::kSm89Mma) CHECK(!float_int4);
+      if (plan.family == Family::kSm89Mma) CHECK((has_fp8_mma(gpu) && problem.x == Format::kFp8));
+      // Reports tell families apart by their names and what multiplies.
+      CHECK(to_string(plan).starts_with(std::string(name_of(plan.family)) + " (" + plan.instruction + ")"));
+    }
+  }
+  for (Family family : kFamilies) {
+    INFO(name_of(family));
+    CHECK(seen.count(family) == 1);
+  }
+  CHECK(seen.size() == std::size(kFamilies));
+}
+
+TEST_CASE("a GPU older than Hopper has one candidate, the portable one") {
+  for (const Gpu& gpu : kGpus) {
+    if (runs_sm90(gpu)) continue;
+    for (const Problem& problem : products()) {
+      const std::vector<Candidate<Plan>> all = candidates(problem, gpu);
+      REQUIRE(all.size() == 1);
+      Plan plan;
+      REQUIRE(gemm::plan(problem, gpu, &plan).ok());
+      CHECK(all[0].plan.family == plan.family);
+      CHECK(all[0].plan.config == plan.config);
+    }
+  }
+}
+
+}  // namespace qao::gemm
