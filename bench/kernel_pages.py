@@ -7,8 +7,8 @@ from typing import Any
 from .markdown import caption, table
 from .ratios import means
 
-# A page of docs/kernels, and the prefix of its kernel names.
-PAGES = {"stream": "stream", "wgmma": "wgmma", "mma_sync": "mma.sync"}
+# A page of docs/kernels, and the beginnings of the names of its kernel families.
+PAGES = {"sm90_skinny": ("sm90_skinny",), "sm90_ws": ("sm90_ws",), "sm80_mma": ("sm90_mma", "sm89_mma", "sm80_mma")}
 _GPUS = {"NVIDIA H200": (90, 232448)}  # compute capability, shared memory per CTA
 
 
@@ -44,7 +44,7 @@ def _runs(page: str, word: str, row: dict[str, Any], result: dict[str, Any]) -> 
     facts = {"m": row["M"], "n": row["N"], "k": row["K"], "x": x or "float", "weight": weight}
     if row["group_size"] is not None:
         facts |= {"group_size": row["group_size"], "has_zeros": not row["symmetric"], "scale_dtype": "bfloat16"}
-    name: str = _host.plan(_host.Problem(**facts), gpu)["kernel"]
+    name: str = _host.plan(_host.Problem(**facts), gpu)["family"]
     return name.startswith(PAGES[page])
 
 

@@ -1,9 +1,9 @@
 """``python -m bench tune``: fits the cost model of plan() and writes the compiled-in table.
 
-``qao_sweep`` (bench/sweep.cpp) times every valid plan of a problem. Each row of cuda/gemm/sm90_ws/cost_model.inc stands for one
-kind of operands with one token tile. It gets the microseconds that best explain its times in the model of qao/cost.h,
-adjusted so that plan() chooses faster plans (tune_choices.py). Then plan()'s choices are compared with the best plans
-of the sweep, also on layers excluded from the fit.
+``qao_sweep`` (bench/sweep.cpp) times every valid plan of a problem. Each row of cuda/gemm/sm90_ws/cost_model.inc
+stands for one kind of operands with one token tile. It gets the microseconds that best explain its times in the model
+of qao/cost.h, adjusted so that plan() chooses faster plans (tune_choices.py). Then plan()'s choices are compared with
+the best plans of the sweep, also on layers excluded from the fit.
 """
 
 from __future__ import annotations

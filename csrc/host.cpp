@@ -90,7 +90,8 @@ gemm::Problem resolved(gemm::Problem problem) {
 // The part of a plan that identifies the kernel, independent of sizes.
 py::dict kernel_facts(const gemm::Plan& plan) {
   py::dict result;
-  result["kernel"] = name_of(plan.family);
+  result["kernel"] = kernel_name(plan);
+  result["family"] = name_of(plan.family);
   result["instruction"] = plan.instruction;
   result["config"] = plan.config;
   result["tile_n"] = plan.tile_n;
@@ -141,7 +142,7 @@ constexpr int64_t kMostTokens = 4096;
 void add_kernels(const std::string& op, gemm::Problem problem, py::list& rows) {
   problem.n = problem.k = 4096, problem.group_size = 128;
   problem.scale_dtype = DType::kBFloat16;
-  std::set<std::tuple<int, std::string, std::string, int>> on_gpus;
+  std::set<std::tuple<int, std::string, std::string>> on_gpus;
   std::set<std::tuple<std::string, std::string>> on_cpus;
   for (DType dtype : kDTypes) {
     problem.x_dtype = dtype;
@@ -149,8 +150,7 @@ void add_kernels(const std::string& op, gemm::Problem problem, py::list& rows) {
       for (const Gpu& gpu : kGpus) {
         gemm::Plan plan;
         if (!gemm::plan(resolved(problem), gpu, &plan).ok()) continue;
-        if (!on_gpus.emplace(gpu.compute_capability, name_of(plan.family), plan.instruction, plan.config).second)
-          continue;
+        if (!on_gpus.emplace(gpu.compute_capability, kernel_name(plan), plan.instruction).second) continue;
         py::dict row = kernel_facts(plan);
         row["op"] = op;
         row["device"] = "cuda";

@@ -266,8 +266,8 @@ def test_one_body_serves_any_number_of_rows(x: str, weight: str, gpu: tuple[int,
             problem = _host.Problem(m=m, n=n, k=k, x=x, weight=weight, group_size=group_size, batch_invariant=True,
                                     weight_aligned=k % 16 == 0, scale_dtype="bfloat16")  # fmt: skip
             plans.append(_host.plan(problem, chip))
-        assert len({plan["kernel"] for plan in plans}) == 1
+        assert len({plan["family"] for plan in plans}) == 1
         assert {plan["split_k"] for plan in plans} == {1}
         assert not any("splits_last" in plan["text"] or "quantizes_x yes" in plan["text"] for plan in plans)
-        if plans[0]["kernel"] != "wgmma":
+        if plans[0]["family"] != "sm90_ws":
             assert len({plan["config"] for plan in plans}) == 1

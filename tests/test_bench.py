@@ -389,7 +389,7 @@ def test_the_documents_say_what_the_results_and_the_kernels_say() -> None:
 
 
 def test_a_body_has_the_cells_that_plan_gives_it() -> None:
-    """int4 at one token on an H200 is stream's, at 4096 wgmma's; int8_int8 at one token mma.sync's."""
+    """int4 at one token on an H200 is sm90_skinny's, at 4096 sm90_ws's; int8_int8 at one token sm90_mma's."""
     pytest.importorskip("qao._host", reason="qao was built without qao._host")
     about = {"device": "NVIDIA H200", "sms": 132, "torch": "2", "date": "today", "source_hash": "0123456789abcdef"}
     row = {"N": 4096, "K": 4096, "us": 2.0, "bf16_us": 8.0, "floor_us": 1.0}
@@ -402,10 +402,10 @@ def test_a_body_has_the_cells_that_plan_gives_it() -> None:
         },
     }
     tables = {page: kernel_pages.render(page, results).partition("\n\n")[2].splitlines() for page in kernel_pages.PAGES}
-    assert tables["stream"] == ["| N × K | M=1 |", "| :--- | ---: |", "| 4096 × 4096 | 2.0 (4.00) |"]
-    assert tables["mma_sync"] == tables["stream"]
+    assert tables["sm90_skinny"] == ["| N × K | M=1 |", "| :--- | ---: |", "| 4096 × 4096 | 2.0 (4.00) |"]
+    assert tables["sm80_mma"] == tables["sm90_skinny"]
     cells = ["| `int4` | 4.00, 50% |", "| `int8_int8` | 4.00, 50% |"]
-    assert tables["wgmma"] == ["| scheme | M=4096 |", "| :--- | ---: |", *cells]
+    assert tables["sm90_ws"] == ["| scheme | M=4096 |", "| :--- | ---: |", *cells]
 
 
 def test_the_fastest_scheme_is_bold() -> None:

@@ -68,7 +68,7 @@ def test_the_performance_page_is_short_and_leads_to_every_device() -> None:
     "page,link,expected",
     [
         ("performance.md", "[all](../bench/results/h200)", "[all](results/h200.md)"),
-        ("kernels/wgmma.md", "[all](../../bench/results/h200)", "[all](../results/h200.md)"),
+        ("kernels/sm90_ws.md", "[all](../../bench/results/h200)", "[all](../results/h200.md)"),
         ("performance.md", "[all](../bench/results)", "[all](results/index.md)"),
         ("performance.md", "[code](../bench/plots.py)", "code"),
         ("performance.md", "[page](benchmarks.md)", "[page](benchmarks.md)"),

@@ -194,10 +194,10 @@ def test_every_gpu_has_a_plan(capability: int, shared_bytes: int) -> None:
         for dtype in ("float32", "float16", "bfloat16"):
             facts = {"m": m, "n": 4096, "k": 4096, "weight": "fp4", "group_size": 16, "x_dtype": dtype}
             facts["scale_dtype"] = "bfloat16"
-            many = "wgmma" if capability == 90 else "mma.sync"
+            many = "sm90_ws" if capability == 90 else "sm80_mma"
             streams = capability in (90, 100) and dtype == "bfloat16"  # it does not fit 12.0
-            kernel = {1: "stream resident", 16: "stream ring", 256: many}[m] if streams else "mma.sync"
-            assert host.plan(host.Problem(**facts), gpu)["kernel"] == kernel
+            kernel = {1: "sm90_skinny_smem_x", 16: "sm90_skinny_ring_x", 256: many}[m] if streams else "sm80_mma"
+            assert host.plan(host.Problem(**facts), gpu)["family"] == kernel
 
 
 # ---- quantizing ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from gpu_sanitize import judge
 
-TILE = "void qao::gemm::sm80_mma::sm80_mma<__half, qao::widen::Fp8, qao::gemm::sm80_mma::Tile<{}>, (bool)0>(Params)+0x{}"
+TILE = (
+    "void qao::gemm::sm80_mma::sm80_mma<__half, qao::widen::Fp8, qao::gemm::sm80_mma::Tile<{}>, (bool)0>(Params)+0x{}"
+)
 SLICES = "(int)4, (int)1, (int)2, (int)2, (int)8, (int)3, (int)1"  # two slices of K of four warps each
 
 

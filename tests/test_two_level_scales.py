@@ -127,7 +127,7 @@ def test_a_layer_of_e4m3_multiplies_with_the_weight_it_has(
     seen, dense = q.view(torch.float8_e4m3fn).double() * scales.double(), layer.dequantize(torch.float64)
     assert layer.bias is not None
     expected = seen @ dense.t() + layer.bias.double()
-    # Tensor cores truncate products, by this fraction of the root of their summed squares (docs/kernels/wgmma.md).
+    # Tensor cores truncate products, by this fraction of the root of their summed squares (docs/kernels/sm90_ws.md).
     size = (seen.square() @ dense.square().t()).sqrt() + 2.0**-10
     assert ((layer(x).double() - expected).abs() <= 2.0**-9 * size).all()
 

@@ -155,7 +155,9 @@ def test_plans_are_pure_host_code() -> None:
 
 def test_compute_capabilities_are_asked_for_in_one_place() -> None:
     """Everything else asks what the GPU can do."""
-    asking = {path.name for path in sources(CUDA / "gemm") if re.search(r"compute_capability *[<>=!]", path.read_text())}
+    asking = {
+        path.name for path in sources(CUDA / "gemm") if re.search(r"compute_capability *[<>=!]", path.read_text())
+    }
     assert asking == {"arch.h"}
 
 

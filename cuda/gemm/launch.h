@@ -1,4 +1,4 @@
-// Launch functions of the kernel families, and the x operand that they share.
+// The x operand of all kernel families, and the launch functions of families.
 #pragma once
 
 #include <cstdint>
@@ -19,24 +19,33 @@ struct X {
   const float* sums;    // [m, groups], or null
 };
 
+// Splits a float32 x into bfloat16 parts in the workspace, and computes the sums that zero points need.
+Status split_x(const Problem& problem, int partials, const Arguments& arguments, void* stream, X* x);
+
+using LaunchFunction = Status(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
+                              void* stream);
+using LaunchGroupedFunction = Status(const Problem& problem, const Plan& plan, const Arguments& arguments,
+                                     const Experts& experts, const X& x, void* stream);
+
+#define QAO_FAMILY(id, name, space, supports, plan, launch, launch_grouped) \
+  namespace space {                                                         \
+  LaunchFunction launch;                                                    \
+  }
+#include "qao/families.inc"
+#undef QAO_FAMILY
+
 namespace sm90_skinny {
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
-              void* stream);
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
-              const X& x, void* stream);
+LaunchGroupedFunction launch_grouped;
+// A plan of merges().
+Status launch_merged(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
+                     const X& x, void* stream);
 }  // namespace sm90_skinny
 namespace sm90_ws {
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
-              void* stream);
-}  // namespace sm90_ws
-namespace sm80_mma {
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
-namespace weight_only {
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
+LaunchGroupedFunction launch_grouped;
 }
-}  // namespace sm80_mma
+namespace sm80_mma {
+LaunchGroupedFunction launch_grouped;
+}
 
 inline unsigned blocks_of(int64_t threads, int per_block) {
   return static_cast<unsigned>((threads + per_block - 1) / per_block);

@@ -15,6 +15,7 @@ namespace qao::gemm {
 constexpr int64_t kShortK = 8192, kTinyK = 2048, kLongRun = 6;
 
 constexpr int64_t kMaxIntegerK = (int64_t{1} << 17) - 1;  // sums of (-128)^2 stay below 2^31
+constexpr int64_t kInt32Columns = 65536;                  // mma.sync of int8: columns of one int32 sum
 
 // A float32 x is split into bfloat16 parts.
 inline bool is_split(const Problem& problem) {
@@ -73,7 +74,7 @@ struct Workspace {
   int64_t bytes = 0;
 };
 
-// `partials`: partial results that a second kernel reduces; 0 if there is no second kernel.
+// `partials`: Plan::partials.
 inline Workspace workspace_of(const Problem& problem, int partials) {
   Workspace workspace;
   const auto take = [&](int64_t bytes) {
@@ -88,22 +89,6 @@ inline Workspace workspace_of(const Problem& problem, int partials) {
     if (problem.has_zeros) workspace.x_sums = take(4 * problem.m * problem.groups());
   }
   return workspace;
-}
-
-// Partial results that the GEMM kernel leaves to a second kernel.
-inline int partials_of(const Problem& problem, const Plan& plan) {
-  switch (plan.family) {
-    case Family::kSm80Mma:
-    case Family::kSm89Mma:
-      return plan.split_k > 1 ? plan.split_k : 0;
-    case Family::kSm80MmaWeightOnly:  // the second kernel also applies the fractions of zero points if x is float32
-      return plan.split_k > 1 || (is_split(problem) && problem.has_zeros) ? plan.split_k : 0;
-    default:  // other families reduce inside the GEMM kernel
-      return 0;
-  }
-}
-inline Workspace workspace_of(const Problem& problem, const Plan& plan) {
-  return workspace_of(problem, partials_of(problem, plan));
 }
 
 }  // namespace qao::gemm

@@ -330,19 +330,19 @@ TEST_CASE("eight bits: who multiplies few tokens on an H200") {
   const auto family = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
     const Plan plan = planned(problem_of(x, weight, m, n, k));
     // Next to a CTA of 16 warps with all registers there would be no room for the kernel that quantizes the next x.
-    if (weight != Format::kInt4 && plan.family == Family::kSm80Mma) CHECK(plan.warps <= 8);
+    if (weight != Format::kInt4 && plan.family == Family::kSm90Mma) CHECK(plan.warps <= 8);
     return plan.family;
   };
   const Format int8 = Format::kInt8, fp8 = Format::kFp8, int4 = Format::kInt4;
   for (const auto& [x, weight] : {std::pair{int8, int8}, {int8, int4}, {fp8, fp8}, {fp8, int4}}) {
     for (const auto& [n, k] : {std::pair{1024, 1024}, {4096, 4096}, {6144, 4096}, {28672, 4096}, {4096, 14336}}) {
-      CHECK(family(x, weight, 8, n, k) == Family::kSm80Mma);
+      CHECK(family(x, weight, 8, n, k) == Family::kSm90Mma);
       CHECK(family(x, weight, 33, n, k) == Family::kSm90Ws);
       const bool one_pass = n <= 4096, long_run = n == 28672;
-      const bool sm80_16 = x == int8 ? weight == int4 || !long_run : weight == int4 && n <= 6144;
-      CHECK(family(x, weight, 16, n, k) == (sm80_16 ? Family::kSm80Mma : Family::kSm90Ws));
-      const bool sm80_32 = x == int8 && one_pass && (weight == int8 || k <= 8192);
-      CHECK(family(x, weight, 32, n, k) == (sm80_32 ? Family::kSm80Mma : Family::kSm90Ws));
+      const bool mma_16 = x == int8 ? weight == int4 || !long_run : weight == int4 && n <= 6144;
+      CHECK(family(x, weight, 16, n, k) == (mma_16 ? Family::kSm90Mma : Family::kSm90Ws));
+      const bool mma_32 = x == int8 && one_pass && (weight == int8 || k <= 8192);
+      CHECK(family(x, weight, 32, n, k) == (mma_32 ? Family::kSm90Mma : Family::kSm90Ws));
     }
   }
 }
@@ -352,40 +352,40 @@ TEST_CASE("eight bits: few rows of W and a long K run on wgmma on an H200, with 
     Problem problem = problem_of(x, weight, m, n, k);
     problem.quantizes_x = quantizes;
     const Plan plan = planned(problem);
-    CHECK(plan.quantizes_x == (quantizes && plan.family == Family::kSm80Mma && m <= 8));
+    CHECK(plan.quantizes_x == (quantizes && plan.family == Family::kSm90Mma && m <= 8));
     return plan.family;
   };
   const Format float_x = Format::kFloat, int8 = Format::kInt8, fp8 = Format::kFp8, int4 = Format::kInt4;
-  const Family sm80 = Family::kSm80Mma, sm90 = Family::kSm90Ws;
+  const Family mma = Family::kSm90Mma, ws = Family::kSm90Ws;
   for (const Format weight : {fp8, int4}) {
-    CHECK(family(fp8, weight, 1, 1024, 4096) == sm80);
-    CHECK(family(fp8, weight, 1, 1024, 6144) == sm90);
-    CHECK(family(fp8, weight, 1, 1024, 6144, true) == sm80);  // quantizing is a kernel more
-    CHECK(family(fp8, weight, 8, 1408, 8192, true) == sm90);
-    CHECK(family(fp8, weight, 1, 1920, 8192) == sm80);  // 120 row tiles for 132 SMs
-    CHECK(family(fp8, weight, 1, 1920, 16384) == sm90);
-    CHECK(family(fp8, weight, 1, 2176, 16384) == sm80);
+    CHECK(family(fp8, weight, 1, 1024, 4096) == mma);
+    CHECK(family(fp8, weight, 1, 1024, 6144) == ws);
+    CHECK(family(fp8, weight, 1, 1024, 6144, true) == mma);  // quantizing is a kernel more
+    CHECK(family(fp8, weight, 8, 1408, 8192, true) == ws);
+    CHECK(family(fp8, weight, 1, 1920, 8192) == mma);  // 120 row tiles for 132 SMs
+    CHECK(family(fp8, weight, 1, 1920, 16384) == ws);
+    CHECK(family(fp8, weight, 1, 2176, 16384) == mma);
   }
-  CHECK(family(int8, int4, 16, 1024, 8192) == sm90);
-  CHECK(family(int8, int4, 1, 1408, 16384, true) == sm80);
-  CHECK(family(int8, int4, 1, 1152, 28928, true) == sm90);
+  CHECK(family(int8, int4, 16, 1024, 8192) == ws);
+  CHECK(family(int8, int4, 1, 1408, 16384, true) == mma);
+  CHECK(family(int8, int4, 1, 1152, 28928, true) == ws);
   for (const Format weight : {int8, int4}) {
-    CHECK(family(int8, weight, 24, 1152, 6144) == sm90);  // mma.sync in tiles of 32 tokens
-    CHECK(family(int8, weight, 24, 1152, 4096) == sm80);
+    CHECK(family(int8, weight, 24, 1152, 6144) == ws);  // mma.sync in tiles of 32 tokens
+    CHECK(family(int8, weight, 24, 1152, 4096) == mma);
   }
-  CHECK(family(int8, int8, 16, 1024, 16384) == sm80);
-  CHECK(family(int8, int8, 1, 1024, 32768) == sm90);
-  CHECK(family(float_x, fp8, 1, 1152, 12288) == sm90);
-  CHECK(family(float_x, fp8, 1, 1152, 8192) == sm80);
-  CHECK(family(float_x, int8, 1, 1408, 16384) == sm80);
-  CHECK(family(float_x, int8, 1, 1408, 24576) == sm90);
+  CHECK(family(int8, int8, 16, 1024, 16384) == mma);
+  CHECK(family(int8, int8, 1, 1024, 32768) == ws);
+  CHECK(family(float_x, fp8, 1, 1152, 12288) == ws);
+  CHECK(family(float_x, fp8, 1, 1152, 8192) == mma);
+  CHECK(family(float_x, int8, 1, 1408, 16384) == mma);
+  CHECK(family(float_x, int8, 1, 1408, 24576) == ws);
 }
 
 TEST_CASE("eight bits: 9 to 16 tokens of int8 x int4 on an H200 by the row tiles of an SM") {
   const auto family = [](int64_t n) { return planned(problem_of(Format::kInt8, Format::kInt4, 16, n, 4096)).family; };
-  CHECK(family(8192) == Family::kSm80Mma);  // one pass of four
+  CHECK(family(8192) == Family::kSm90Mma);  // one pass of four
   for (const int64_t n : {9216, 14336, 20480}) CHECK(family(n) == Family::kSm90Ws);
-  CHECK(family(28672) == Family::kSm80Mma);  // two CTAs an SM with passes of eight
+  CHECK(family(28672) == Family::kSm90Mma);  // two CTAs an SM with passes of eight
 }
 
 TEST_CASE("eight bits: the passes over a run of row tiles leave few places empty") {
@@ -424,9 +424,9 @@ TEST_CASE("eight bits: who multiplies few tokens in blocks of scales on an H200"
     problem.weight_scaling = problem.x_scaling = Scaling::kBlock;
     return planned(problem).family;
   };
-  CHECK(family(16, 4096, 4096) == Family::kSm80Mma);
+  CHECK(family(16, 4096, 4096) == Family::kSm90Mma);
   CHECK(family(17, 4096, 4096) == Family::kSm90Ws);
-  CHECK(family(8, 6144, 4096) == Family::kSm80Mma);
+  CHECK(family(8, 6144, 4096) == Family::kSm90Mma);
   CHECK(family(9, 6144, 4096) == Family::kSm90Ws);
   CHECK(family(9, 2560, 9728) == Family::kSm90Ws);
 }
@@ -440,13 +440,13 @@ TEST_CASE("eight bits: who multiplies few tokens of a float x on an H200") {
   };
   using enum Format;
   for (const int64_t n : {1024, 4096, 28672}) {
-    CHECK(family(kFp8, 8, n) == Family::kSm80Mma);
+    CHECK(family(kFp8, 8, n) == Family::kSm90Mma);
     CHECK(family(kFp8, 9, n) == Family::kSm90Ws);
-    CHECK(family(kInt8, 16, n) == Family::kSm80Mma);
+    CHECK(family(kInt8, 16, n) == Family::kSm90Mma);
     CHECK(family(kInt8, 17, n) == Family::kSm90Ws);
-    CHECK(family(kFp8, 16, n, Scaling::kBlock) == Family::kSm80Mma);
+    CHECK(family(kFp8, 16, n, Scaling::kBlock) == Family::kSm90Mma);
     CHECK(family(kFp8, 17, n, Scaling::kBlock) == Family::kSm90Ws);
-    CHECK(family(kInt8, 32, n, Scaling::kRow, DType::kFloat32) == Family::kSm80Mma);
+    CHECK(family(kInt8, 32, n, Scaling::kRow, DType::kFloat32) == Family::kSm90Mma);
   }
 }
 
@@ -540,7 +540,7 @@ TEST_CASE("eight bits: wgmma sums int8 over as many columns as an int32 holds") 
   Problem problem;
   problem.x = problem.weight = Format::kInt8;
   problem.m = problem.n = 4096;
-  for (const auto& [k, kernel] : {std::pair{(1 << 17) - 16, Family::kSm90Ws}, {1 << 17, Family::kSm80Mma}}) {
+  for (const auto& [k, kernel] : {std::pair{(1 << 17) - 16, Family::kSm90Ws}, {1 << 17, Family::kSm90Mma}}) {
     problem.k = k;
     const Plan plan = planned(problem);
     INFO(describe(problem, kH200) << ": " << to_string(plan));

@@ -12,9 +12,9 @@
 namespace qao::gemm {
 namespace {
 
-constexpr Family kFamilies[] = {Family::kSm90SkinnySmemX,  Family::kSm90SkinnyTmaX, Family::kSm90SkinnyRingX,
-                                Family::kSm90Ws,           Family::kSm80Mma,        Family::kSm89Mma,
-                                Family::kSm80MmaWeightOnly};
+constexpr Family kFamilies[] = {Family::kSm90SkinnySmemX, Family::kSm90SkinnyTmaX,   Family::kSm90SkinnyRingX,
+                                Family::kSm90Ws,          Family::kSm90Mma,          Family::kSm89Mma,
+                                Family::kSm80Mma,         Family::kSm80MmaWeightOnly};
 
 std::vector<Problem> products() {
   std::vector<Problem> all;
@@ -51,10 +51,14 @@ TEST_CASE("every family runs some problem, on the GPUs and for the formats it is
       if (streams) CHECK(runs_sm90(gpu));
       if (plan.family == Family::kSm90Ws) CHECK(is_hopper(gpu));
       if (streams || plan.family == Family::kSm80MmaWeightOnly) CHECK(float_int4);
-      if (plan.family == Family::kSm80Mma || plan.family == Family::kSm89Mma) CHECK(!float_int4);
+      const bool is_mma =
+          plan.family == Family::kSm90Mma || plan.family == Family::kSm89Mma || plan.family == Family::kSm80Mma;
+      if (is_mma) CHECK(!float_int4);
+      CHECK((plan.family == Family::kSm90Mma) == (is_mma && is_hopper(gpu)));
       if (plan.family == Family::kSm89Mma) CHECK((has_fp8_mma(gpu) && problem.x == Format::kFp8));
       // Reports tell families apart by their names and what multiplies.
-      CHECK(to_string(plan).starts_with(std::string(name_of(plan.family)) + " (" + plan.instruction + ")"));
+      CHECK(kernel_name(plan).starts_with(std::string(name_of(plan.family)) + "_w"));
+      CHECK(to_string(plan).starts_with(kernel_name(plan) + " (" + plan.instruction + ")"));
     }
   }
   for (Family family : kFamilies) {
@@ -76,6 +80,22 @@ TEST_CASE("a GPU older than Hopper has one candidate, the portable one") {
       CHECK(all[0].plan.config == plan.config);
     }
   }
+}
+
+TEST_CASE("a kernel's name has the family, the formats and the tile") {
+  const auto name = [](Format x, Format weight, int64_t m) {
+    Problem problem;
+    problem.m = m, problem.n = problem.k = 4096;
+    problem.x = x, problem.weight = weight, problem.group_size = 128, problem.scale_dtype = DType::kBFloat16;
+    Plan plan;
+    REQUIRE(gemm::plan(problem, kH200, &plan).ok());
+    return kernel_name(plan);
+  };
+  CHECK(name(Format::kFloat, Format::kInt4, 1) == "sm90_skinny_smem_x_w4a16_32x8");
+  CHECK(name(Format::kFloat, Format::kInt4, 4096) == "sm90_ws_w4a16_128x256");
+  CHECK(name(Format::kInt8, Format::kInt8, 4096) == "sm90_ws_w8a8_128x256");
+  CHECK(name(Format::kFp8, Format::kInt4, 4096).starts_with("sm90_ws_w4afp8_"));
+  CHECK(name(Format::kFp8, Format::kFp8, 1).starts_with("sm90_mma_wfp8afp8_"));
 }
 
 }  // namespace qao::gemm

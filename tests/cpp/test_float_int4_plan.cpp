@@ -3,9 +3,7 @@
 
 #include <string>
 
-#include "gemm/sm90_skinny/params_ring_x.h"
-#include "gemm/sm90_skinny/params_smem_x.h"
-#include "gemm/sm90_skinny/params_tma_x.h"
+#include "gemm/sm90_skinny/params.h"
 #include "gpus.h"
 #include "layout/int4.h"
 #include "qao/gemm.h"

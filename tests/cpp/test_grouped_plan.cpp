@@ -200,7 +200,7 @@ TEST_CASE("many rows an expert are wgmma's on Hopper") {
   experts.count = 1024;  // more than the table holds
   problem.m = experts.rows = 1024 * 64;
   REQUIRE(gemm::plan(problem, experts, kH200, &plan).ok());
-  CHECK(plan.family == Family::kSm80Mma);
+  CHECK(plan.family == Family::kSm90Mma);
 }
 
 TEST_CASE("what has no plan says so") {

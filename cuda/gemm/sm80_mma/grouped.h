@@ -24,8 +24,4 @@ using WeightOnlyKernel = void (*)(Int4Params, Routing);
 WeightOnlyKernel w4a16_kernel_of(int config, bool half, bool zeros);
 WeightOnlyKernel wfp4a16_kernel_of(int config, bool half, bool nvfp4);
 
-// Launches a plan of gemm::plan() for a grouped GEMM.
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
-              void* stream);
-
 }  // namespace qao::gemm::sm80_mma::grouped

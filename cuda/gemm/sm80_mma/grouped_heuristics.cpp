@@ -10,18 +10,13 @@
 #include "gemm/moe_routing.h"
 #include "gemm/problem.h"
 #include "gemm/sm80_mma/grouped.h"
+#include "gemm/sm80_mma/heuristics.h"
 #include "gemm/sm80_mma/operands.h"
 #include "gemm/sm80_mma/tile.h"
 #include "gemm/sm80_mma/weight_only_tile.h"
-#include "gemm/sm90_skinny/heuristics.h"
-#include "gemm/sm90_ws/heuristics.h"
-#include "qao/grouped_gemm.h"
 
-namespace qao::gemm {
+namespace qao::gemm::sm80_mma {
 namespace {
-
-using sm80_mma::Operands;
-using sm80_mma::XKind;
 
 struct Config {
   int64_t most_rows;  // average per expert
@@ -51,16 +46,15 @@ constexpr Config config_of(int64_t most_rows, XKind x, bool runs) {
 
 constexpr int64_t kAnyM = INT64_MAX;
 constexpr Config kConfigs[] = {
-#define QAO_TILE(most_rows, x, runs, ...) config_of<sm80_mma::Tile<__VA_ARGS__>>(most_rows, x, runs),
+#define QAO_TILE(most_rows, x, runs, ...) config_of<Tile<__VA_ARGS__>>(most_rows, x, runs),
 #include "gemm/sm80_mma/grouped_tiles_sm90.inc"  // kGroupedTilesSm90 rows
 //
 #include "gemm/sm80_mma/grouped_tiles.inc"
 #undef QAO_TILE
 };
 std::span<const Config> configs_of(const Gpu& gpu) {
-  using sm80_mma::grouped::kGroupedTilesSm90;
   const std::span<const Config> all(kConfigs);
-  return is_hopper(gpu) ? all.first(kGroupedTilesSm90) : all.subspan(kGroupedTilesSm90);
+  return is_hopper(gpu) ? all.first(grouped::kGroupedTilesSm90) : all.subspan(grouped::kGroupedTilesSm90);
 }
 
 struct WeightOnlyConfig {
@@ -72,13 +66,11 @@ constexpr WeightOnlyConfig weight_only_config_of(int64_t most_rows) {
   return {most_rows, Tile::kN, Tile::kM, Tile::kThreads / 32, Tile::kStages, Tile::kCtasPerSm, Tile::kSharedBytes};
 }
 constexpr WeightOnlyConfig kWeightOnlyConfigs[] = {
-#define QAO_TILE(most_rows, ...) weight_only_config_of<sm80_mma::weight_only::Tile<__VA_ARGS__>>(most_rows),
+#define QAO_TILE(most_rows, ...) weight_only_config_of<weight_only::Tile<__VA_ARGS__>>(most_rows),
 #include "gemm/sm80_mma/grouped_weight_only_tiles.inc"
 #undef QAO_TILE
 };
 
-// Columns over which an int32 sum of int8 products cannot overflow.
-constexpr int64_t kInt32Columns = 65536;
 constexpr int64_t kWaves = 3;  // waves of CTAs with runs, since their times differ
 
 int64_t rows_of_expert(int64_t experts, int64_t rows) {
@@ -105,11 +97,6 @@ void fill(const Config& config, int64_t experts, int64_t rows, int64_t row_tiles
   plan->ctas = tiles * row_blocks;
 }
 
-Status no_tile(const Gpu& gpu) {
-  return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
-                       " bytes of shared memory");
-}
-
 Status plan_weight_only(const Problem& problem, int64_t experts, int64_t rows, const Gpu& gpu, Plan* plan) {
   for (const WeightOnlyConfig& config : kWeightOnlyConfigs) {
     plan->config = static_cast<int>(&config - kWeightOnlyConfigs);
@@ -125,12 +112,12 @@ Status plan_weight_only(const Problem& problem, int64_t experts, int64_t rows, c
 }
 
 Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, const Gpu& gpu, Plan* plan) {
-  const Operands operands = sm80_mma::operands_of(problem);
+  const Operands operands = operands_of(problem);
   for (const Config& config : configs_of(gpu)) {
     plan->config = static_cast<int>(&config - kConfigs);
     if (problem.batch_invariant && config.most_rows != kAnyM) continue;
     if (rows_of_expert(experts, rows) > config.most_rows || !serves(config.x, problem.x == Format::kFloat)) continue;
-    plan->family = Family::kSm80Mma;
+    plan->family = is_hopper(gpu) ? Family::kSm90Mma : Family::kSm80Mma;
     plan->instruction = problem.x == Format::kInt8  ? "mma.sync s8"
                         : problem.x == Format::kFp8 ? "mma.sync f16"
                                                     : "mma.sync";
@@ -148,36 +135,23 @@ Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, co
 
 }  // namespace
 
-Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
-  *plan = Plan{};
-  if (!is_supported(gpu)) {
-    return Status::error("GPUs of compute capability " + std::to_string(gpu.compute_capability / 10) + "." +
-                             std::to_string(gpu.compute_capability % 10) + " are not supported; 8.0 is the lowest",
-                         "Run on a newer GPU, or on the CPU");
-  }
-  const bool packed_alone = is_float_int4(problem) || is_float_fp4(problem);
-  if (!packed_alone && sm80_mma::operands_of(problem) == Operands::kCount) {
-    return Status::error(std::string("no CUDA kernel multiplies x in ") + name_of(problem.x) + " by W in " +
-                             name_of(problem.weight) + " for experts",
-                         "Move the layer to the CPU, or quantize it to another scheme");
-  }
-  if (std::max({experts.rows, experts.count, problem.m}) >= INT32_MAX / 2) {
-    return Status::error("CUDA kernels of grouped products count rows and experts in 30 bits", "Pass fewer at a time");
-  }
-  if (problem.x == Format::kInt8 && problem.weight == Format::kInt8 && problem.k > kInt32Columns) {
-    return Status::error("an expert with more than 65536 columns of int8 has no CUDA kernel",
-                         "Quantize it to another scheme");
-  }
-  if (sm90_skinny::plan_grouped(problem, experts, gpu, plan) || sm90_ws::plan_grouped(problem, experts, gpu, plan))
-    return {};
-  Status status = packed_alone ? plan_weight_only(problem, experts.count, experts.rows, gpu, plan)
-                               : plan_eight_bits(problem, experts.count, experts.rows, gpu, plan);
-  if (!status.ok()) return status;
-  if (plan->ctas > INT32_MAX) {
-    return Status::error("so many rows of experts do not fit one launch", "Pass fewer at a time");
-  }
-  plan->workspace_bytes = workspace_of(problem, 0).bytes;
-  return {};
+Status no_tile(const Gpu& gpu) {
+  return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
+                       " bytes of shared memory");
 }
 
-}  // namespace qao::gemm
+bool supports_grouped(const Problem& problem) {
+  return is_float_int4(problem) || is_float_fp4(problem) || operands_of(problem) != Operands::kCount;
+}
+
+Status plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
+  Status status = is_float_int4(problem) || is_float_fp4(problem)
+                      ? plan_weight_only(problem, experts.count, experts.rows, gpu, plan)
+                      : plan_eight_bits(problem, experts.count, experts.rows, gpu, plan);
+  if (status.ok() && plan->ctas > INT32_MAX) {
+    return Status::error("so many rows of experts do not fit one launch", "Pass fewer at a time");
+  }
+  return status;
+}
+
+}  // namespace qao::gemm::sm80_mma

@@ -8,7 +8,7 @@
 #include "gemm/sm80_mma/make_params.h"
 #include "gemm/sm80_mma/operands.h"
 
-namespace qao::gemm::sm80_mma::grouped {
+namespace qao::gemm::sm80_mma {
 namespace {
 
 template <typename Params>
@@ -24,8 +24,8 @@ Status launch_product(void (*kernel)(Params, Routing), const Plan& plan, const P
 
 }  // namespace
 
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
-              void* stream) {
+Status launch_grouped(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts,
+                      const X& x, void* stream) {
   Routing routing = routing_of(problem, plan, experts);
   routing.table_at = static_cast<int>(plan.shared_bytes) - table_bytes(plan.tile_m);
   if (plan.family == Family::kSm80MmaWeightOnly) {
@@ -33,8 +33,9 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     routing.x_stride = params.x_stride, params.x_stride = 0;
     routing.x_sums = is_split(problem) ? x.sums : nullptr;
     const bool half = problem.x_dtype == DType::kFloat16;
-    const WeightOnlyKernel kernel = params.fp4 ? wfp4a16_kernel_of(plan.config, half, params.divided)
-                                               : w4a16_kernel_of(plan.config, half, problem.has_zeros);
+    const grouped::WeightOnlyKernel kernel = params.fp4
+                                                 ? grouped::wfp4a16_kernel_of(plan.config, half, params.divided)
+                                                 : grouped::w4a16_kernel_of(plan.config, half, problem.has_zeros);
     return launch_product(kernel, plan, params, routing, stream);
   }
   Plan dense = plan;
@@ -44,9 +45,10 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     params.run = params.row_tiles / routing.row_blocks, params.more_runs = params.row_tiles % routing.row_blocks;
   routing.x_stride = params.x_stride, params.x_stride = 0;
   const Operands operands = operands_of(problem);
-  const Kernel kernel = plan.config < kGroupedTilesSm90 ? grouped::kernel_sm90_of(plan.config, operands)
-                                                        : grouped::kernel_of(plan.config - kGroupedTilesSm90, operands);
+  const grouped::Kernel kernel = plan.config < grouped::kGroupedTilesSm90
+                                     ? grouped::kernel_sm90_of(plan.config, operands)
+                                     : grouped::kernel_of(plan.config - grouped::kGroupedTilesSm90, operands);
   return launch_product(kernel, plan, params, routing, stream);
 }
 
-}  // namespace qao::gemm::sm80_mma::grouped
+}  // namespace qao::gemm::sm80_mma

@@ -11,13 +11,11 @@
 
 #include "common/place.cuh"
 #include "common/ptx.cuh"
-#include "gemm/sm80_mma/edge.cuh"
 #include "gemm/sm80_mma/epilogue.cuh"
 #include "gemm/sm80_mma/operand_conversion.cuh"
-#include "gemm/sm80_mma/parameter.cuh"
 #include "gemm/sm80_mma/params.h"
 #include "gemm/sm80_mma/prologue_quantize_x.cuh"
-#include "gemm/sm80_mma/swizzle.cuh"
+#include "gemm/sm80_mma/smem_access.cuh"
 #include "gemm/sm80_mma/tile.h"
 
 namespace qao::gemm::sm80_mma {

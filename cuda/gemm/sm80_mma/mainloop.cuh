@@ -326,9 +326,14 @@ struct Warp {
   }
 };
 
-// static: tiles.inc and tiles_sm90.inc share tiles, which are compiled for one architecture each.
+// The kernel's name begins with the architecture it is compiled for: launch_sm89.cu and launch_sm90.cu define others.
+#ifndef QAO_KERNEL
+#define QAO_KERNEL sm80_mma
+#endif
+// static: tiles.inc and tiles_sm90.inc share tiles.
 template <typename X, typename W, typename Tile, bool quantizes>
-static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) sm80_mma(const __grid_constant__ Params p) {
+static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    QAO_KERNEL(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   using Warp = Warp<X, W, Tile, Cta<Product<X, W>, Tile, quantizes>>;
   const Place at = place<Tile>(p);
@@ -348,7 +353,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) sm80_
 template <XKind x, WeightKind weight, typename X, typename W, typename Tile>
 constexpr Kernel kernel_for() {
   if constexpr (serves(x, Product<X, W>::kXBytes == 2) && serves(weight, Product<X, W>::kWeight)) {
-    return &sm80_mma<X, W, Tile, x == XKind::kQuantizes>;
+    return &QAO_KERNEL<X, W, Tile, x == XKind::kQuantizes>;
   } else {
     return nullptr;
   }

@@ -1,4 +1,4 @@
-// The portable kernels as launch.cu sees them: one parameter block for all operand formats.
+// Kernel parameters: one block for all operand formats.
 #pragma once
 
 #include <cstdint>
@@ -79,9 +79,5 @@ constexpr int kTilesSm90 = 0
 #include "gemm/sm80_mma/tiles_sm90.inc"
 #undef QAO_TILE
     ;
-// Kernels of a row of one of the two files. kernel_sm89_of(): of tiles.inc, fp8 x only, on fp8 tensor cores.
-Kernel kernel_sm90_of(int row, Operands operands);
-Kernel kernel_of(int row, Operands operands);
-Kernel kernel_sm89_of(int row, Operands operands);
 
 }  // namespace qao::gemm::sm80_mma

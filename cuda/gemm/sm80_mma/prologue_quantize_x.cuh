@@ -10,7 +10,7 @@
 #include "common/quantize.cuh"
 #include "gemm/sm80_mma/epilogue.cuh"
 #include "gemm/sm80_mma/params.h"
-#include "gemm/sm80_mma/swizzle.cuh"
+#include "gemm/sm80_mma/smem_access.cuh"
 
 namespace qao::gemm::sm80_mma {
 

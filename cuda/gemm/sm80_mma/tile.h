@@ -3,11 +3,37 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
-#include "gemm/sm80_mma/shape.h"
+#include "layout/int4.h"
 #include "qao/types.h"
 
 namespace qao::gemm::sm80_mma {
+
+// Warp layout of a CTA tile, common to all mma.sync kernels.
+using int4::kTileN;  // rows of the MMA's W operand
+
+template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
+struct Shape {
+  static constexpr int kWarpsN = warps_n, kWarpsM = warps_m, kWarpsK = warps_k;
+  static constexpr int kTilesN = tiles_n_, kTilesM = tiles_m_;  // per warp: 16 rows of W, 8 tokens
+  static constexpr int kStages = stages;
+  static constexpr int kCtasPerSm = ctas_per_sm;
+
+  static constexpr int kRowTiles = warps_n * kTilesN;  // per CTA
+  static constexpr int kN = kRowTiles * kTileN;        // rows of W per CTA
+  static constexpr int kM = warps_m * kTilesM * 8;     // tokens per CTA
+  static constexpr int kSliceThreads = 32 * warps_n * warps_m;
+  static constexpr int kThreads = kSliceThreads * warps_k;
+  static constexpr int kPaddedN = kN + 4;  // float32 partial sums of a token, padded against bank conflicts
+};
+
+// Split-K costs a second kernel and a round trip through memory. So it must fill otherwise idle slots among the `room`
+// concurrent CTAs, and leave every split enough K-tiles for its pipeline of `pipeline` K-tiles.
+inline int split_of(int64_t tiles, int64_t room, int64_t k_tiles, int64_t pipeline) {
+  if (2 * tiles > room) return 1;
+  return static_cast<int>(std::clamp<int64_t>(std::min(room / tiles, k_tiles / pipeline), 1, 32));
+}
 
 constexpr int kTileK = 128;    // columns of a K-tile: 128 bytes of an 8-bit row, two packed int4 tiles
 constexpr int kMaxGroups = 4;  // groups of 32 in a K-tile

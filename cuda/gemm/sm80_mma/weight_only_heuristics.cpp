@@ -5,7 +5,6 @@
 #include "gemm/arch.h"
 #include "gemm/problem.h"
 #include "gemm/sm80_mma/heuristics.h"
-#include "gemm/sm80_mma/split_k.h"
 #include "gemm/sm80_mma/weight_only_tile.h"
 #include "gemm/sm90_ws/heuristics.h"
 
@@ -80,7 +79,8 @@ bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
       problem.batch_invariant ? 1 : split_of(tiles, gpu.num_sms, k_steps, int64_t{config->warps_k} * config->stages);
   plan->ctas = tiles * plan->split_k;
   plan->shared_bytes = config->shared_bytes;
-  plan->workspace_bytes = workspace_of(problem, *plan).bytes;
+  // A second kernel adds the parts, and applies the fractions of zero points if x is float32.
+  plan->partials = plan->split_k > 1 || (is_split(problem) && problem.has_zeros) ? plan->split_k : 0;
   return true;
 }
 

@@ -22,7 +22,7 @@ Status launch_product(Kernel kernel, const Plan& plan, const Params& params, cud
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const Workspace layout = workspace_of(problem, plan);
+  const Workspace layout = workspace_of(problem, plan.partials);
   const bool finish = layout.partials >= 0;
   Params params = int4_params(problem, plan, arguments, x);
   if (finish) {

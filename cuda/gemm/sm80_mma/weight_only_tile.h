@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "gemm/sm80_mma/shape.h"
+#include "gemm/sm80_mma/tile.h"
 #include "layout/int4.h"
 
 namespace qao::gemm::sm80_mma::weight_only {

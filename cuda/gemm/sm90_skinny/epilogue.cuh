@@ -10,7 +10,7 @@
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
 #include "gemm/sm90_skinny/kernels.h"
-#include "gemm/sm90_skinny/tile.h"
+#include "gemm/sm90_skinny/params.h"
 #include "layout/fp4.h"
 #include "layout/int4.h"
 

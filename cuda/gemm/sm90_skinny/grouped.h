@@ -5,8 +5,7 @@
 #include <tuple>
 
 #include "gemm/moe_routing.h"
-#include "gemm/sm90_skinny/params_ring_x.h"
-#include "gemm/sm90_skinny/params_tma_x.h"
+#include "gemm/sm90_skinny/params.h"
 #include "gemm/weight_only_params.h"
 
 namespace qao::gemm::sm90_skinny {

@@ -7,9 +7,7 @@
 #include "common/integers.h"
 #include "gemm/arch.h"
 #include "gemm/problem.h"
-#include "gemm/sm90_skinny/params_ring_x.h"
-#include "gemm/sm90_skinny/params_smem_x.h"
-#include "gemm/sm90_skinny/params_tma_x.h"
+#include "gemm/sm90_skinny/params.h"
 
 namespace qao::gemm::sm90_skinny {
 namespace {

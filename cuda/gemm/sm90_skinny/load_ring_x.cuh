@@ -6,7 +6,7 @@
 #include "common/ptx.cuh"
 #include "gemm/sm90_skinny/epilogue.cuh"
 #include "gemm/sm90_skinny/kernels.h"
-#include "gemm/sm90_skinny/tile.h"
+#include "gemm/sm90_skinny/params.h"
 #include "layout/int4.h"
 
 namespace qao::gemm::sm90_skinny::ring_x {

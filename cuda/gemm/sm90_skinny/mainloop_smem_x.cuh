@@ -11,8 +11,8 @@
 #include "gemm/sm90_skinny/epilogue.cuh"
 #include "gemm/sm90_skinny/kernels.h"
 #include "gemm/sm90_skinny/mma_int4.cuh"
+#include "gemm/sm90_skinny/params.h"
 #include "gemm/sm90_skinny/prologue_rmsnorm.cuh"
-#include "gemm/sm90_skinny/tile.h"
 #include "layout/int4.h"
 
 namespace qao::gemm::sm90_skinny::smem {

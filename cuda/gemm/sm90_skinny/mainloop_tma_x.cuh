@@ -20,7 +20,7 @@
 #include "common/tma.cuh"
 #include "gemm/sm90_skinny/epilogue.cuh"
 #include "gemm/sm90_skinny/kernels.h"
-#include "gemm/sm90_skinny/tile.h"
+#include "gemm/sm90_skinny/params.h"
 #include "layout/int4.h"
 
 namespace qao::gemm::sm90_skinny::tma_x {

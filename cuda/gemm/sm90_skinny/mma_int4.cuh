@@ -12,7 +12,7 @@
 #include "common/ptx.cuh"
 #include "gemm/sm90_skinny/epilogue.cuh"
 #include "gemm/sm90_skinny/kernels.h"
-#include "gemm/sm90_skinny/params_smem_x.h"
+#include "gemm/sm90_skinny/params.h"
 
 namespace qao::gemm::sm90_skinny::smem {
 

@@ -9,7 +9,7 @@
 #include "common/quantize.cuh"
 #include "gemm/sm90_skinny/epilogue.cuh"
 #include "gemm/sm90_skinny/kernels.h"
-#include "gemm/sm90_skinny/params_smem_x.h"
+#include "gemm/sm90_skinny/params.h"
 
 namespace qao::gemm::sm90_skinny::smem {
 

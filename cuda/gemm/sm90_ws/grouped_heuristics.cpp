@@ -96,8 +96,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   const int64_t clusters =
       token_tiles(experts.count, experts.rows, tile.tokens) * ceil_div(problem.n, tile.rows * cluster);
   plan->ctas = std::min<int64_t>(clusters, gpu.num_sms / cluster) * cluster;
-  plan->workspace_bytes =
-      gathers(problem, experts) ? Gathered(problem, experts.rows).bytes : workspace_of(problem, 0).bytes;
+  if (gathers(problem, experts)) plan->workspace_bytes = Gathered(problem, experts.rows).bytes;
   return true;
 }
 

@@ -37,8 +37,8 @@ Status gather(const Problem& problem, const Routing& routing, void* stream, Argu
 
 }  // namespace
 
-Status launch(const Problem& problem, const Plan& plan, const Arguments& given, const Experts& experts, const X& of_x,
-              void* stream) {
+Status launch_grouped(const Problem& problem, const Plan& plan, const Arguments& given, const Experts& experts,
+                      const X& of_x, void* stream) {
   if (problem.m == 0) {  // no rows of x: zero-fill y
     const size_t bytes = static_cast<size_t>(experts.rows * problem.n * size_of(problem.y_dtype));
     return cuda_status(cudaMemsetAsync(given.y, 0, bytes, static_cast<cudaStream_t>(stream)), "writing zeros");

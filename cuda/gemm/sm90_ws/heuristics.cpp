@@ -150,7 +150,6 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   plan->split_k = choice.split;
   plan->splits_last = choice.splits_last;
   plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, gpu.num_sms);
-  plan->workspace_bytes = workspace_of(problem, *plan).bytes;
   if (problem.quantizes_x) {
     plan->quantizer = problem.batch_invariant       ? "batch-invariant"
                       : problem.x_rotation != 0     ? "x is rotated"

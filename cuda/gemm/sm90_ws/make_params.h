@@ -1,15 +1,159 @@
-// Kernel parameters and TMA descriptors of a problem, for launch_sm90.cu and grouped_launch_sm90.cu.
+// Translation of a problem and its plan to kernel parameters and TMA descriptors.
 #pragma once
 
+#include <algorithm>
+
+#include "common/centred.cuh"
+#include "common/integers.h"
+#include "common/tensor_map.h"
 #include "gemm/launch.h"
+#include "gemm/problem.h"
+#include "gemm/sm90_ws/dequant_fp4.cuh"
+#include "gemm/sm90_ws/kernel_traits.h"
 #include "gemm/sm90_ws/params.h"
+#include "layout/fp4.h"
 
 namespace qao::gemm::sm90_ws {
 
+constexpr int64_t kPrefetchBytes = 16 * 1024;  // bytes of W per CTA: more delays the first loads of x
+
+// Groups per k-tile, or k-tiles per group.
+inline void set_groups(const Problem& problem, int64_t tile_k, Params* p) {
+  const bool packed = is_packed(problem.weight), fp4 = problem.weight == Format::kFp4;
+  p->groups = static_cast<int>(packed ? problem.groups() : problem.k_blocks());
+  p->scale_rows = fp4 ? static_cast<int>(fp4::scale_rows(problem.k, problem.group_size)) : p->groups;
+  const int64_t size = packed ? problem.group_size : kScaleBlock;
+  p->groups_per_tile = (p->groups > 1 || fp4) && size < tile_k ? static_cast<int>(tile_k / size) : 1;
+  p->fold_shift = 0;
+  if (packed || has_blocks(problem)) {
+    while (p->fold_shift < 30 && (tile_k << p->fold_shift) < size) ++p->fold_shift;
+    if (p->groups == 1) p->fold_shift = 30;
+  }
+}
+
 // Parameters of a dense GEMM. With several experts, W, scales and bias are those of expert 0.
-Params params_of(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x);
+inline Params params_of(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x) {
+  const Tile tile = kTiles[plan.config];
+  const Traits traits = traits_of(problem, tile);
+  const bool packed = traits.packed, block = has_blocks(problem);
+  const int64_t tile_k = tile_k_of(problem, plan);
+  Params p{};
+  // Shape and tiles
+  p.m = problem.m;
+  p.n = static_cast<int>(problem.n);
+  p.k_tiles = static_cast<int>(ceil_div(problem.k, tile_k));
+  p.parts = x.parts;
+  p.tile_rows = plan.tile_n;
+  p.row_blocks = static_cast<int>(ceil_div(problem.n, plan.tile_n));
+  p.token_blocks = static_cast<int>(ceil_div(problem.m, plan.tile_m));
+  p.split_k = plan.split_k;
+  if (tile.ping_pong) p.row_blocks = (p.row_blocks + kPingPongCluster - 1) / kPingPongCluster;
+  const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
+  p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
+  // Smaller boxes for the last tokens: zero fill past the last token takes longer than a copy.
+  const int sharers = tile.sharers();
+  p.last_x_rows = static_cast<int>(round_up(problem.m % plan.tile_m, 8 * sharers)) / sharers;
+  const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
+  p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
+  set_groups(problem, tile_k, &p);
+  // Scales and zero points
+  p.factor = 1;
+  if (packed) {
+    p.group_bytes = group_bytes(problem);
+    p.has_zeros = problem.has_zeros;
+    p.scales = arguments.scales;
+    p.subtracts_zeros = problem.x != Format::kFloat && problem.has_zeros;
+    p.scale_dtype = problem.scale_dtype;
+    // A symmetric W with float32 x has no sums; a copy of zero bytes still needs a valid address.
+    p.columns = x.sums != nullptr ? x.sums : static_cast<const float*>(arguments.scales);
+    p.column_tiles = traits.columns && x.sums != nullptr ? p.k_tiles : 0;
+    p.scale_factor = problem.x_dtype == DType::kFloat16 && problem.scale_dtype != DType::kFloat16 ? 64.0f : 1.0f;
+    p.factor = problem.x == Format::kInt8  ? 1.0f / 16
+               : problem.x == Format::kFp8 ? centred::kE4m3Factor
+                                           : 1 / p.scale_factor;
+    if (problem.x_dtype == DType::kBFloat16 && problem.x == Format::kFloat) {
+      p.factor = 1 / Nibble<__nv_bfloat16, false>::kSmall;
+    }
+    if (problem.weight == Format::kFp4) {
+      p.factor = kFp4Factor;
+      if (problem.group_size == fp4::kNvGroup) p.row_scales = static_cast<const float*>(arguments.scales);
+    }
+    if (kRows[row_of(problem, tile)].has_row_scales()) {
+      const bool one = problem.groups() == 1;
+      p.row_scales = one ? static_cast<const float*>(arguments.scales) : arguments.row_scales;
+      p.row_scale_dtype = one ? problem.scale_dtype : DType::kFloat32;
+      p.factor = one && problem.x == Format::kInt8 ? 1.0f / kOneGroup : 1.0f;
+    }
+  } else if (block) {
+    p.block_scales = static_cast<const float*>(arguments.scales);
+    p.columns = arguments.x_scales;
+    p.column_tiles = p.k_tiles;
+  } else {
+    p.row_scales = static_cast<const float*>(arguments.scales);
+    p.row_scale_stride = problem.weight_scaling == Scaling::kRow ? 1 : 0;
+  }
+  // Activations, bias and y
+  if (problem.x != Format::kFloat && problem.x_scaling != Scaling::kBlock) {
+    p.x_scales = arguments.x_scales;
+    p.x_scale_stride = problem.x_scaling == Scaling::kRow ? 1 : 0;
+  }
+  if (problem.x_zeros) p.x_zeros = arguments.x_zeros, p.weight_sums = arguments.weight_sums;
+  p.bias = arguments.bias;
+  p.y = arguments.y;
+  p.bias_dtype = problem.bias_dtype;
+  p.y_dtype = problem.y_dtype;
+  p.copies_y = tile.ping_pong && size_of(p.y_dtype) == 2 && p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  return p;
+}
+
 // `experts`: number of contiguous weights. x has Params::m rows.
-Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
-                        const Params& p, int64_t experts, TensorMaps* maps);
+inline Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
+                               const Params& p, int64_t experts, TensorMaps* maps) {
+  using Size = cuuint64_t;
+  const bool packed = is_packed(problem.weight), float_x = problem.x == Format::kFloat;
+  const bool half = problem.x_dtype == DType::kFloat16;
+  const Size m = p.m, n = problem.n, k = problem.k, row_tiles = int4::tiles_n(problem.n) * experts,
+             tiles_k = int4::tiles_k(problem.k), bytes = float_x ? 2 : 1;
+  const cuuint32_t tile_k = static_cast<cuuint32_t>(tile_k_of(problem, plan)),
+                   atom_k = 128 / static_cast<cuuint32_t>(bytes), tile_rows = p.tile_rows,
+                   box_tiles = tile_rows / int4::kTileN;
+  TensorShape x_shape{{packed && !float_x ? tiles_k * int4::kTileK : k, static_cast<Size>(x.parts), m},
+                      {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
+                      {atom_k, 1, 0}};
+  const CUtensorMapDataType x_dtype = !float_x ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                      : half   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  Status status;
+  const auto encode_x = [&](int rows, CUtensorMap* map) {
+    x_shape.box[2] = static_cast<cuuint32_t>(rows);
+    status = encode_tensor_map(map, x.data, x_dtype, x_shape, CU_TENSOR_MAP_SWIZZLE_128B);
+    return status.ok();
+  };
+  if (p.m >= plan.tile_m && !encode_x(plan.tile_m / kTiles[plan.config].sharers(), &maps->x)) return status;
+  if (p.last_x_rows > 0 && !encode_x(p.last_x_rows, &maps->last_x)) return status;
+  if (p.copies_y) {
+    const TensorShape y{{n, 1, m}, {n * 2, n * 2}, {kWarpgroupRows, 1, kChunkTokens}};
+    status = encode_tensor_map(&maps->y, p.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, y, CU_TENSOR_MAP_SWIZZLE_128B);
+    if (!status.ok()) return status;
+  }
+  if (!packed) {
+    const TensorShape weight{{k, 1, n * experts}, {k, k}, {tile_k, 1, tile_rows}};
+    return encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, weight,
+                             tile_k == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+  }
+  const TensorShape weight{{int4::kTileBytes / 4, tiles_k, row_tiles},
+                           {int4::kTileBytes, tiles_k * int4::kTileBytes},
+                           {int4::kTileBytes / 4, tile_k / int4::kTileK, box_tiles}};
+  const Size group_bytes = p.group_bytes, groups = p.groups;
+  const TensorShape scales{
+      {group_bytes / 2, groups, row_tiles},
+      {group_bytes, static_cast<Size>(p.scale_rows) * group_bytes},
+      {static_cast<cuuint32_t>(group_bytes / 2), static_cast<cuuint32_t>(p.groups_per_tile), box_tiles}};
+  status = encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT32, weight,
+                             CU_TENSOR_MAP_SWIZZLE_NONE);
+  if (!status.ok()) return status;
+  return encode_tensor_map(&maps->scales, arguments.scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, scales,
+                           CU_TENSOR_MAP_SWIZZLE_NONE);
+}
 
 }  // namespace qao::gemm::sm90_ws

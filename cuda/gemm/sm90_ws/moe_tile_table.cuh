@@ -3,7 +3,7 @@
 
 #include "common/ptx.cuh"
 #include "gemm/moe_routing.cuh"
-#include "gemm/sm90_ws/tile.h"
+#include "gemm/sm90_ws/kernel_traits.h"
 
 namespace qao::gemm::sm90_ws {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "gemm/moe_routing.h"
-#include "gemm/sm90_ws/tile.h"
+#include "gemm/sm90_ws/kernel_traits.h"
 #include "qao/gemm.h"
 
 namespace qao::gemm::sm90_ws {

@@ -97,39 +97,25 @@ struct Part {
 };
 constexpr int kMaxParts = 4;
 
-// Kernel families, in the folders of cuda/gemm/.
+// Kernel families (families.inc). name_of() is the beginning of the names of a family's kernels: in reports, in the
+// code
+// (__global__ functions, in a folder of cuda/gemm/) and in a profiler.
 enum class Family : int {
-  kSm90SkinnySmemX = 0,  // few tokens: W streams once, x is resident in shared memory
-  kSm90SkinnyTmaX,       // the same, x loaded by TMA
-  kSm90SkinnyRingX,      // the same, x in the pipeline stages next to W
-  kSm90Ws,               // Hopper: warp-specialized, WGMMA
-  kSm80Mma,              // mma.sync: 8-bit x, W or both
-  kSm89Mma,              // the same on fp8 tensor cores
-  kSm80MmaWeightOnly,    // mma.sync: float x with int4 weights
+#define QAO_FAMILY(id, ...) id,
+#include "qao/families.inc"
+#undef QAO_FAMILY
 };
-
-constexpr const char* name_of(Family family) {
-  switch (family) {
-    case Family::kSm90SkinnySmemX:
-      return "stream resident";
-    case Family::kSm90SkinnyTmaX:
-      return "stream tma";
-    case Family::kSm90SkinnyRingX:
-      return "stream ring";
-    case Family::kSm90Ws:
-      return "wgmma";
-    case Family::kSm80Mma:
-    case Family::kSm80MmaWeightOnly:
-      return "mma.sync";
-    case Family::kSm89Mma:
-      return "mma.sync fp8";
-  }
-  return "?";
-}
+constexpr const char* kFamilyNames[] = {
+#define QAO_FAMILY(id, name, ...) name,
+#include "qao/families.inc"
+#undef QAO_FAMILY
+};
+constexpr const char* name_of(Family family) { return kFamilyNames[static_cast<int>(family)]; }
 
 // How a problem runs on a GPU. Printable, testable without a GPU.
 struct Plan {
   Family family = Family::kSm80Mma;
+  const char* formats = "";      // of W and x, in the kernel's name: "w4a16"
   const char* reason = "";       // the rule that selected it
   const char* instruction = "";  // tensor-core instruction, for display: "mma.sync s8", "wgmma e4m3", ...
   bool quantizes_x = false;      // the GEMM kernel quantizes x itself (Problem::quantizes_x)
@@ -149,6 +135,7 @@ struct Plan {
   int sum_places = 1;        // 2: double-buffered, so that a pass does not wait for readers of the previous sums
   int prefetch_bytes = 0;    // bytes of W that a CTA prefetches before the PDL wait
   bool next_early = false;   // the next kernel may start while this one runs (PDL)
+  int partials = 0;          // partial results that the kernel leaves to a second one: float32 [partials, m, n]
   int64_t workspace_bytes = 0;
 };
 
@@ -159,6 +146,8 @@ bool fuses_norm(const Problem& problem, const Gpu& gpu);
 // Whether one kernel multiplies x with weights of `rows` out_features each, and its plan. problem.n is their sum, and
 // `gated` stands for two parts of equal size, gate and up. The weights agree in everything else.
 bool merges(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan);
+// The kernel's name: architecture and role, formats of W and x, rows of W and tokens per CTA: "sm90_ws_w4a16_128x256".
+std::string kernel_name(const Plan& plan);
 std::string to_string(const Plan& plan);
 
 // All plans that can run the problem on this GPU; from the portable families only the plan that plan() would select

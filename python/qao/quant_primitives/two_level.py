@@ -1,7 +1,7 @@
 """Two-level scales for int4 weights: a group's scale is a small factor times the scale of its row.
 
 The tensor core operand holds code times factor exactly. A GEMM then accumulates over all of K without scaling per group
-and scales once in the epilogue (docs/kernels/wgmma.md). Source of the idea: Lin et al., QServe, arXiv:2405.04532.
+and scales once in the epilogue (docs/kernels/sm90_ws.md). Source of the idea: Lin et al., QServe, arXiv:2405.04532.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-// Portable kernels on fp8 tensor cores, compiled for sm_89 and as PTX for newer GPUs.
-// Tiles that exceed the shared memory of sm_89 are left out, as in plan_fp8().
+// Launch and instantiations of sm89_mma: fp8 tensor cores, compiled for sm_89 and as PTX for newer GPUs.
+// Tiles that exceed the shared memory of sm_89 are left out, as in plan_sm89().
+#define QAO_KERNEL sm89_mma
 #include <array>
 
+#include "gemm/launch.h"
+#include "gemm/sm80_mma/launch.h"
 #include "gemm/sm80_mma/mainloop.cuh"
 #include "gemm/sm80_mma/operands.h"
 
@@ -24,8 +27,10 @@ constexpr std::array kKernels = {
 
 }  // namespace
 
-Kernel kernel_sm89_of(int row, Operands operands) {
-  return operands == Operands::kFp8Fp8 ? kKernels<Fp8>[row] : kKernels<Int4>[row];
+Status launch_sm89(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream) {
+  const int row = plan.config - kTilesSm90;
+  const Kernel kernel = operands_of(problem) == Operands::kFp8Fp8 ? kKernels<Fp8>[row] : kKernels<Int4>[row];
+  return launch_kernel(kernel, problem, plan, arguments, x, stream);
 }
 
 }  // namespace qao::gemm::sm80_mma
