@@ -133,6 +133,8 @@ const Packing kBf16Tiles = {512,        kFloatBytes,          kMaxSectionBf16, l
                             columns_of, amx::pack_bf16_tiles, amx::widen_fp8,  nullptr};
 const Packing kBf16TilesOfInt8 = {512,        kFloatBytes,          kMaxSectionBf16, lay_out_bf16_tiles,
                                   columns_of, amx::pack_bf16_tiles, amx::widen_int8, nullptr};
+const Packing kBf16TilesInChunks = {512,        kFloatBytes,          kMaxSection, lay_out_bf16_tiles,
+                                    columns_of, amx::pack_bf16_tiles, nullptr,     nullptr};
 const Packing kFloat32RowsAvx2 = {512,     kFloat32Bytes,      kMaxSectionBf16, lay_out_float32_rows,
                                   rows_of, avx2::pack_float32, avx2::widen_fp8, nullptr};
 const Packing kFloat32RowsAvx512 = {512,     kFloat32Bytes,        kMaxSectionBf16, lay_out_float32_rows,

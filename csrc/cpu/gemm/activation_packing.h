@@ -30,8 +30,8 @@ struct Packing {
   bool packs_rows() const;  // a unit is a row
 };
 
-extern const Packing kFixedPoint, kFixedPointSegments, kBf16Tiles, kBf16TilesOfInt8, kBf16Panels, kFloat32RowsAvx2,
-    kFloat32RowsAvx512, kFloat32PanelsAvx2, kFloat32WidePanelsAvx2, kFloat32PanelsAvx512, kInt8Rows,
+extern const Packing kFixedPoint, kFixedPointSegments, kBf16Tiles, kBf16TilesOfInt8, kBf16TilesInChunks, kBf16Panels,
+    kFloat32RowsAvx2, kFloat32RowsAvx512, kFloat32PanelsAvx2, kFloat32WidePanelsAvx2, kFloat32PanelsAvx512, kInt8Rows,
     kInt8RowsInSections, kInt8PanelsAvx2, kInt8PanelsInSectionsAvx2, kInt8PanelsAvx512, kInt8PanelsInSectionsAvx512,
     kInt16Panels, kInt8Tiles, kFloat32Rows, kBf16Pairs;
 

@@ -79,6 +79,7 @@ constexpr Kernel kKernels[] = {
     {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kFp4, kAny, nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
 
     // x in float, W of GGUF
+    {"amx gemm tdpbf16ps", kAmx, kFloatX, kGguf, from(5), has_bf16_x, &kBf16TilesInChunks, amx::bf16_gguf_gemm},
     {"avx512_bf16 gemm vdpbf16ps", kAvx512Bf16, kFloatX, kGguf, from(5), has_bf16_x, &kBf16Panels,
      avx512_bf16::bf16_gguf_gemm},
     {"avx512 gemm vfmadd231ps", kAvx512, kFloatX, kGguf, from(5), nullptr, &kFloat32PanelsAvx512,

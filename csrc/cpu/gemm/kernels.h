@@ -71,6 +71,7 @@ void fixed_point_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // 
 void bf16_int4_gemm(const Job& job, int64_t begin, int64_t end);
 void bf16_fp4_gemm(const Job& job, int64_t begin, int64_t end);
 void bf16_w8_gemm(const Job& job, int64_t begin, int64_t end);
+void bf16_gguf_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // at most 16 rows of x, no groups of 32
 void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);      // delegates such rows to int8_int4_few_rows

@@ -16,6 +16,7 @@
 //   add_section()           kSectioned: adds the sums c of section s to total[16 n][16 m], scaled
 //   row_scales()            scales of 16 rows of W, applied to y
 //   kScaledX                y is multiplied by the scales of x's rows
+//   kFewTiles               optional: tiles of x up to which W is expanded again for every two
 #pragma once
 
 #include <utility>
@@ -103,7 +104,7 @@ __attribute__((always_inline)) inline void multiply_parts(const Job& job, int64_
 
 // ---- Few rows of x, C in registers along all of K: 4 N-tiles by 1 tile of x, or 2 by 2 ----
 
-constexpr int64_t kPanelValues = kMaxSectionBf16 * kTileN;
+constexpr int64_t kPanelValues = kMaxSection * kTileN;
 
 // Four N-tiles: registers 0..3 = C[n], 4 = A, 5..7 = parts of B.
 template <typename W, int... kC>
@@ -313,10 +314,16 @@ void many_rows(const Job& job, int64_t begin, int64_t end) {
 }
 
 template <typename W>
+constexpr int64_t few_tiles() {
+  if constexpr (requires { W::kFewTiles; }) return W::kFewTiles;
+  return kFewTilesM;
+}
+
+template <typename W>
 void run_gemm(const Job& job, int64_t begin, int64_t end) {
   const TileScope tiles;
   if (job.tiles_m == 1) return few_rows_range<W, 4>(job, begin, end);
-  if (job.tiles_m <= kFewTilesM) return few_rows_range<W, 2>(job, begin, end);
+  if (job.tiles_m <= few_tiles<W>()) return few_rows_range<W, 2>(job, begin, end);
   many_rows<W>(job, begin, end);
 }
 
