@@ -116,34 +116,35 @@ struct Form {
 template <typename Count>
 static Form choose_form(const Job& job, float* values, int64_t count, int bits, const Count& count_below, bool gap,
                         uint64_t* outliers, Counts* row, uint8_t* remark) {
-  const int few = reach(job.x_dtype, job.words), all = reach(job.x_dtype, job.words + 1);
+  const int few = reach(job.x_dtype, job.fixed_point.words), all = reach(job.x_dtype, job.fixed_point.words + 1);
   Rest rest = {bits, {}};
   if (!gap) {
     rest.counts = count_below(bits, few);
     const bool fits = !is_spread(rest.counts, false) ||
-                      (job.segment_places == nullptr &&  // another word costs GGUF W little
+                      (job.fixed_point.segment_places == nullptr &&  // another word costs GGUF W little
                        move_outliers(values, count, few, false, few_outliers(count), outliers, &rest));
     add(rest.counts, row);
-    if (fits) return {job.words, rest.largest};
+    if (fits) return {job.fixed_point.words, rest.largest};
   }
   if (is_spread(count_below(bits, all), true)) {
-    if (job.segment_places != nullptr) {
+    if (job.fixed_point.segment_places != nullptr) {
       *remark |= kIsWide;
-      return {job.words + 1, bits};
+      return {job.fixed_point.words + 1, bits};
     }
     move_outliers(values, count, all, true, count, outliers, &rest);
     if (rest.counts.below[0] * 8 > rest.counts.nonzero) *remark |= kIsWide;  // a ladder
   }
-  return {job.words + 1, rest.largest};
+  return {job.fixed_point.words + 1, rest.largest};
 }
 
 // Records the form of a chunk of row m. Returns the biased exponent of its largest magnitude.
 [[maybe_unused]] static int set_form(const Job& job, int64_t m, int64_t chunk, const Form& form) {
   const int exponent =
       (form.largest + kHeadroom) >> 23 > kMinExponent ? (form.largest + kHeadroom) >> 23 : kMinExponent;
-  job.chunk_scales[m * job.chunks + chunk] = bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
-  job.chunk_words[m * job.chunks + chunk] = static_cast<uint8_t>(form.words);
-  if (form.words > job.words) job.remarks[m] |= kHasMoreWords;
+  job.fixed_point.scales[m * job.fixed_point.chunks + chunk] =
+      bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
+  job.fixed_point.chunk_words[m * job.fixed_point.chunks + chunk] = static_cast<uint8_t>(form.words);
+  if (form.words > job.fixed_point.words) job.remarks[m] |= kHasMoreWords;
   return exponent;
 }
 

@@ -23,14 +23,15 @@ void pack_tile(const float* values, float inverse, int words, int8_t* const* out
 Counts pack_row(const Job& job, int64_t m, bool gap) {
   Counts row = {};
   alignas(32) float values[kMaxSection];
-  for (int w = 0; w <= job.words; ++w) {
-    for (int64_t s = 0; s < job.sections; ++s) job.word_sums[w][m * job.sections + s] = 0;
+  for (int w = 0; w <= job.fixed_point.words; ++w) {
+    for (int64_t s = 0; s < job.sections; ++s) job.fixed_point.sums[w][m * job.sections + s] = 0;
   }
-  uint64_t* outliers = job.outliers + m * job.tiles_k;
+  uint64_t* outliers = job.fixed_point.outliers + m * job.tiles_k;
   for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
-  for (int64_t c = 0; c < job.chunks; ++c) {
-    const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileColumns;
-    const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
+  for (int64_t c = 0; c < job.fixed_point.chunks; ++c) {
+    const int64_t first_tile = c * job.fixed_point.chunk_tiles, k0 = first_tile * kTileColumns;
+    const int64_t tiles =
+        job.tiles_k - first_tile < job.fixed_point.chunk_tiles ? job.tiles_k - first_tile : job.fixed_point.chunk_tiles;
     const int64_t count = tiles * kTileColumns;
     const int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, count, values, outliers + first_tile);
     const auto count_below = [&](int largest, int reach) { return count_chunk(values, count, largest, reach); };
@@ -41,24 +42,25 @@ Counts pack_row(const Job& job, int64_t m, bool gap) {
       int8_t* out[kMaxWords] = {};
       int step_sums[kMaxWords][4] = {};
       for (int w = 0; w < form.words; ++w) {
-        const int64_t tile = first_tile + (job.segment_places != nullptr ? 0 : t);
-        out[w] = job.fixed_point[w] + (m * job.tiles_k + tile) * 2 * kTileColumns;
+        const int64_t tile = first_tile + (job.fixed_point.segment_places != nullptr ? 0 : t);
+        out[w] = job.fixed_point.bytes[w] + (m * job.tiles_k + tile) * 2 * kTileColumns;
       }
-      const uint8_t* places = job.segment_places != nullptr ? job.segment_places + 4 * t : nullptr;
+      const uint8_t* places =
+          job.fixed_point.segment_places != nullptr ? job.fixed_point.segment_places + 4 * t : nullptr;
       pack_tile(values + t * kTileColumns, inverse, form.words, out, step_sums, places);
       for (int step = 0; places != nullptr && step < 4; ++step) {
         float sum = 0;
         for (int w = form.words - 1; w >= 0; --w) {
           sum = sum * (1.0f / (1 << kWordShift)) + static_cast<float>(step_sums[w][step]);
         }
-        const int64_t segment = (m * job.chunks + c) * 16 + 4 * t + step;
-        job.segment_sums[segment] = sum * job.chunk_scales[m * job.chunks + c];
+        const int64_t segment = (m * job.fixed_point.chunks + c) * 16 + 4 * t + step;
+        job.fixed_point.segment_sums[segment] = sum * job.fixed_point.scales[m * job.fixed_point.chunks + c];
       }
       for (int w = 0; w < form.words; ++w) {
         for (int step = 0; step < 4; ++step) {
           const int64_t section = (k0 + t * kTileColumns + step * kStep) / job.section;
           if (section < job.sections) {
-            job.word_sums[w][m * job.sections + section] += static_cast<float>(step_sums[w][step]);  // exact
+            job.fixed_point.sums[w][m * job.sections + section] += static_cast<float>(step_sums[w][step]);  // exact
           }
         }
       }
@@ -70,7 +72,7 @@ Counts pack_row(const Job& job, int64_t m, bool gap) {
 void pack_rows(const Job& job, int64_t begin, int64_t end) {
   for (int64_t m = begin; m < end; ++m) {
     if (has_gap(pack_row(job, m, false))) pack_row(job, m, true);
-    remark_outliers(job, m, job.outliers + m * job.tiles_k);
+    remark_outliers(job, m, job.fixed_point.outliers + m * job.tiles_k);
   }
 }
 

@@ -85,9 +85,9 @@ struct Words {
   float scale;
 };
 Words words_of(const Job& job, int64_t m, int64_t chunk, int64_t s) {
-  const int64_t at = m * job.sections + s, c = m * job.chunks + chunk;
-  Words words = {job.chunk_words[c], {}, job.chunk_scales[c]};
-  for (int w = 0; w < words.count; ++w) words.sums[w] = job.word_sums[w][at];
+  const int64_t at = m * job.sections + s, c = m * job.fixed_point.chunks + chunk;
+  Words words = {job.fixed_point.chunk_words[c], {}, job.fixed_point.scales[c]};
+  for (int w = 0; w < words.count; ++w) words.sums[w] = job.fixed_point.sums[w][at];
   return words;
 }
 
@@ -110,16 +110,16 @@ void add_fixed_point(const Words& x, const Parameters& parameters, int first_qua
 // total[m][16] += section s and, with groups of 32, s + 1, the other half of the same tile.
 void multiply_fixed_point(const Job& job, const uint8_t* weight, int64_t s, const Parameters (&parameters)[2],
                           float* total) {
-  const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
+  const int64_t tile = s * job.section / kTileK, tiles = least(job.fixed_point.chunk_tiles, job.tiles_k - tile);
   constexpr int64_t kXTile = 2 * kTileK;
   const bool halves = job.section < kTileK;
   for (int g = 0; g < 2 * kPairs; g += kPairs) {
     const uint8_t* pairs = weight + tile * kTileBytes + g * kTileK;
     for (int64_t m = 0; m < job.m; ++m) {
-      const int64_t chunk = tile / job.chunk_tiles, at = (m * job.tiles_k + tile) * kXTile;
+      const int64_t chunk = tile / job.fixed_point.chunk_tiles, at = (m * job.tiles_k + tile) * kXTile;
       Dot::Sums<2 * kPairs, 2> words[kMaxWords];
-      for (int w = 0; w < job.chunk_words[m * job.chunks + chunk]; ++w) {
-        words[w] = multiply<2>(pairs, job.fixed_point[w] + at, kTileK, kXTile, tiles);
+      for (int w = 0; w < job.fixed_point.chunk_words[m * job.fixed_point.chunks + chunk]; ++w) {
+        words[w] = multiply<2>(pairs, job.fixed_point.bytes[w] + at, kTileK, kXTile, tiles);
       }
       const auto add = [&](int of, const auto& part) {
         add_fixed_point(words_of(job, m, chunk, s + of), parameters[of], g / kPairs, part, total + m * kTileN);
@@ -176,7 +176,7 @@ template <int kM>
 void multiply_int8(const Job& job, const uint8_t* weight, int64_t m, int64_t s, const Parameters (&parameters)[2],
                    const SumsOfCodes& codes, float* total) {
   const int64_t tile = s * job.section / kTileK;
-  const int8_t* x = job.int8 + (m * job.tiles_k + tile) * kTileK;
+  const int8_t* x = job.int8.values + (m * job.tiles_k + tile) * kTileK;
   for (int g = 0; g < 2 * kPairs; g += kPairs) {
     const Dot::Sums<2 * kPairs, kM> sums =
         multiply<kM>(weight + tile * kTileBytes + g * kTileK, x, job.tiles_k * kTileK, kTileK, tiles_of(job, s));
@@ -264,7 +264,7 @@ void multiply_fp4(const Job& job, const uint8_t* weight, int64_t t, const Parame
       const Words section = words_of(job, m, t, 0);  // zero points are 0, so its sums do not matter
       typename D::template Sums<2 * kPairs, 2> words[kMaxWords];
       for (int w = 0; w < section.count; ++w) {
-        const int8_t* x = job.fixed_point[w] + (m * job.tiles_k + t) * kXTile;
+        const int8_t* x = job.fixed_point.bytes[w] + (m * job.tiles_k + t) * kXTile;
         words[w] = multiply<2, Format::kFp4>(pairs, x, kTileK, kXTile, 1);
       }
       const auto add = [&](int of, const auto& part) {

@@ -73,9 +73,10 @@ void run_int8(const Job& job, int64_t begin, int64_t end) {
         for (int r = 0; r < kRowsW; ++r) w[r] = job.weight + least(n + quad + r, job.n - 1) * job.k;
         int64_t m = 0;
         for (; m + kRowsX <= job.m; m += kRowsX) {
-          multiply<kRowsX>(w, job.int8 + m * x_row, x_row, k, k_end, sums + m * kTileRows + quad);
+          multiply<kRowsX>(w, job.int8.values + m * x_row, x_row, k, k_end, sums + m * kTileRows + quad);
         }
-        for (; m < job.m; ++m) multiply<1>(w, job.int8 + m * x_row, x_row, k, k_end, sums + m * kTileRows + quad);
+        for (; m < job.m; ++m)
+          multiply<1>(w, job.int8.values + m * x_row, x_row, k, k_end, sums + m * kTileRows + quad);
       }
       for (int64_t i = 0; i < count; i += 2) {
         const float64x2_t sum = vcvtq_f64_s64(vmovl_s32(vld1_s32(sums + i)));

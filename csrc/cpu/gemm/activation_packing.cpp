@@ -19,16 +19,16 @@ using gemm::Problem;
 int64_t rows_of(const Job& job) { return job.m; }
 
 void lay_out_fixed_point(Pieces& pieces, Job* job) {
-  job->words = job->x_dtype == DType::kFloat32 ? 2 : 1;
-  job->chunk_tiles = divide_up(job->section, kTileColumns);
-  job->chunks = divide_up(job->tiles_k, job->chunk_tiles);
-  for (int w = 0; w <= job->words; ++w) {
-    job->fixed_point[w] = pieces.take<int8_t>(job->m * job->tiles_k * 2 * kTileColumns);
-    job->word_sums[w] = pieces.take<float>(job->m * job->sections);
+  job->fixed_point.words = job->x_dtype == DType::kFloat32 ? 2 : 1;
+  job->fixed_point.chunk_tiles = divide_up(job->section, kTileColumns);
+  job->fixed_point.chunks = divide_up(job->tiles_k, job->fixed_point.chunk_tiles);
+  for (int w = 0; w <= job->fixed_point.words; ++w) {
+    job->fixed_point.bytes[w] = pieces.take<int8_t>(job->m * job->tiles_k * 2 * kTileColumns);
+    job->fixed_point.sums[w] = pieces.take<float>(job->m * job->sections);
   }
-  job->chunk_scales = pieces.take<float>(job->m * job->chunks);
-  job->chunk_words = pieces.take<uint8_t>(job->m * job->chunks);
-  job->outliers = pieces.take<uint64_t>(job->m * job->tiles_k);
+  job->fixed_point.scales = pieces.take<float>(job->m * job->fixed_point.chunks);
+  job->fixed_point.chunk_words = pieces.take<uint8_t>(job->m * job->fixed_point.chunks);
+  job->fixed_point.outliers = pieces.take<uint64_t>(job->m * job->tiles_k);
 }
 
 void lay_out_float32_rows(Pieces& pieces, Job* job) {
@@ -36,7 +36,7 @@ void lay_out_float32_rows(Pieces& pieces, Job* job) {
 }
 
 void lay_out_int8_rows(Pieces& pieces, Job* job) {
-  job->int8 = pieces.take<int8_t>(job->m * job->tiles_k * kTileColumns);
+  job->int8.values = pieces.take<int8_t>(job->m * job->tiles_k * kTileColumns);
   job->x_sums = pieces.take<float>(job->m * job->sections);
 }
 
@@ -60,23 +60,24 @@ void add_gguf_outliers(const Job& job, const Outliers& outliers, void* y, DType 
 
 void lay_out_segments(Pieces& pieces, Job* job) {
   lay_out_fixed_point(pieces, job);
-  job->segment_places = gguf::segment_places(job->gguf_type);
-  job->segment_sums = pieces.take<float>(job->m * job->chunks * 16);
+  job->fixed_point.segment_places = gguf::segment_places(job->gguf_type);
+  job->fixed_point.segment_sums = pieces.take<float>(job->m * job->fixed_point.chunks * 16);
 }
 
 int64_t tiles_of(const Job& job) { return job.tiles_m; }
 int64_t columns_of(const Job& job) { return divide_up(job.k, kPackK); }
 
 void lay_out_bf16_tiles(Pieces& pieces, Job* job) {
-  job->parts = job->x_dtype == DType::kFloat32 ? 3 : job->x_dtype == DType::kFloat16 ? 2 : 1;
+  job->bf16_tiles.parts = job->x_dtype == DType::kFloat32 ? 3 : job->x_dtype == DType::kFloat16 ? 2 : 1;
   const int64_t padded_rows = job->tiles_m * kTileRows;
-  const bool sums = job->weight_format == Format::kInt4 && job->parts > 1;
+  const bool sums = job->weight_format == Format::kInt4 && job->bf16_tiles.parts > 1;
   // y in bfloat16 permits operands rounded to bfloat16 with scales applied; that pays off where W is expanded rarely.
   const bool rounded = job->y_dtype == DType::kBFloat16 && job->tiles_m > kFewTilesM;
   const bool blocks = job->weight_format != Format::kInt4 && job->weight_scaling == Scaling::kBlock && !rounded;
-  job->bf16_tiles = pieces.take<uint16_t>(divide_up(job->k, kBlockK) * kBlockK * padded_rows * job->parts);
+  job->bf16_tiles.values =
+      pieces.take<uint16_t>(divide_up(job->k, kBlockK) * kBlockK * padded_rows * job->bf16_tiles.parts);
   job->x_sums = pieces.take<float>(sums ? job->sections * padded_rows : 0);
-  job->x_block_scales = blocks ? pieces.take<float>(job->sections * padded_rows) : nullptr;
+  job->bf16_tiles.block_scales = blocks ? pieces.take<float>(job->sections * padded_rows) : nullptr;
 }
 
 // Panels (x86/panel_gemm.h) of kPanelColumns columns, with kColumns columns per word.
@@ -88,9 +89,9 @@ void lay_out_panels(Pieces& pieces, Job* job) {
 }
 
 void lay_out_int8_tiles(Pieces& pieces, Job* job) {
-  job->steps = job->weight_format == Format::kInt4 && job->group_size == 32 ? 2 * job->tiles_k : job->tiles_k;
+  job->int8.steps = job->weight_format == Format::kInt4 && job->group_size == 32 ? 2 * job->tiles_k : job->tiles_k;
   const int64_t padded_rows = job->tiles_m * kTileRows;
-  job->int8 = pieces.take<int8_t>(padded_rows * job->steps * kTileColumns);
+  job->int8.values = pieces.take<int8_t>(padded_rows * job->int8.steps * kTileColumns);
   job->x_sums = pieces.take<float>(padded_rows * job->sections);
 }
 

@@ -139,7 +139,7 @@ void Batch::run(int64_t begin, int64_t end) const {
 void Batch::run_with_outliers(const Threads& threads) const {
   Job inner = job;
   int64_t count = 0;
-  for (int64_t i = 0; i < job.m * job.tiles_k; ++i) count += __builtin_popcountll(job.outliers[i]);
+  for (int64_t i = 0; i < job.m * job.tiles_k; ++i) count += __builtin_popcountll(job.fixed_point.outliers[i]);
   float *product = nullptr, *values = nullptr;
   int64_t* first = nullptr;
   int32_t* columns = nullptr;
@@ -155,7 +155,7 @@ void Batch::run_with_outliers(const Threads& threads) const {
   for (int64_t m = 0; m < job.m; ++m) {
     first[m] = i;
     for (int64_t t = 0; t < job.tiles_k; ++t) {
-      for (uint64_t bits = job.outliers[m * job.tiles_k + t]; bits != 0; bits &= bits - 1, ++i) {
+      for (uint64_t bits = job.fixed_point.outliers[m * job.tiles_k + t]; bits != 0; bits &= bits - 1, ++i) {
         columns[i] = static_cast<int32_t>(t * kTileColumns + __builtin_ctzll(bits));
         values[i] = load(job.x, m * job.x_stride + columns[i], job.x_dtype);
       }

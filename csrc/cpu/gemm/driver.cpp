@@ -59,7 +59,7 @@ void run_batches(std::span<Batch> batches, const Threads& threads) {
   const auto mend = [&] {
     for (const Batch& batch : batches) batch.mend(threads);
   };
-  const bool knows_outliers = first.job.outliers == nullptr;  // there cannot be any
+  const bool knows_outliers = first.job.fixed_point.outliers == nullptr;  // there cannot be any
   Step rows(threads.count, first.rows_to_prepare()), units(threads.count, first.units());
   TileShares shares(threads.count, tiles, work);
   if (is_serial(threads, first.values_to_pack())) {

@@ -38,6 +38,40 @@ constexpr uint8_t kHasOutliers = 4;    // fixed point: values in `outliers` were
 constexpr uint8_t kIsWide = 8;         // fixed point: too many outliers; the row is recomputed in float32
 constexpr uint8_t kHasMoreWords = 16;  // fixed point: some chunks have one more word
 
+// ---- Packed forms of x: a kernel reads the one that its row of the table names (activation_packing.h) ----
+
+// Fixed point with one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15 + word 2 *
+// 2^-30). Each word is an integer below 2^15 - 128 in magnitude, stored as 256 * high + low in signed bytes. Words
+// that a chunk does not have are not written.
+struct PackedFixedPoint {
+  int words = 0;  // of every chunk, 2 for float32; some chunks have one more
+  int64_t chunk_tiles = 0, chunks = 0;
+  int8_t* bytes[kMaxWords] = {};   // by word: [m][tiles_k][high, low][64], each 64 in the order of tile_column()
+  float* sums[kMaxWords] = {};     // by word: [m][sections]
+  float* scales = nullptr;         // [m][chunks]
+  uint8_t* chunk_words = nullptr;  // [m][chunks] words of a chunk
+  uint64_t* outliers = nullptr;    // [m][tiles_k], one bit per column: Inf, NaN, and values too far above their chunk
+  // GGUF W: chunks of 256 columns, of which bytes [64 v + 16 i, + 16) are those of segment order[4 v + i] of 16
+  // columns, and the sums of x itself over segments, in natural order. Only Inf and NaN are outliers.
+  const uint8_t* segment_places = nullptr;  // [16], the inverse of that order
+  float* segment_sums = nullptr;            // [m][chunks][16]
+};
+
+// bfloat16 B tiles of 16 k-pairs x 16 rows. x is the sum of `parts` bfloat16 parts (float32: 3, float16: 2).
+struct PackedBf16Tiles {
+  int parts = 0;
+  uint16_t* values = nullptr;     // [blocks of 512 k][tiles_m][8 K-tiles][parts][2][16][16][2]
+  float* block_scales = nullptr;  // [sections][16 tiles_m]; only if W has block scales
+};
+
+// int8, columns of each 64 in the order of W's bytes (int4: tile_column()). Past K zeros, or x's zero point in rows and
+// panels for int4 W. Either rows, or B tiles of 16 fours of k x 16 rows. With groups of 32 a K-tile has two B tiles,
+// one per half, with zeros in place of the other half.
+struct PackedInt8 {
+  int64_t steps = 0;         // B tiles along K
+  int8_t* values = nullptr;  // [m][tiles_k][64], or [tiles_m][steps][16][16][4]
+};
+
 struct Job {
   int64_t m = 0, n = 0, k = 0;  // m: rows of this call, from the start of x and y
   const void* x = nullptr;
@@ -69,45 +103,22 @@ struct Job {
   int gguf_type = 0;      // GGUF W: ggml's type number
   int64_t row_bytes = 0;  // likewise
 
-  // ---- Packed x. A kernel reads the form that its row of the table names (activation_packing.h). ----
+  // ---- Packed x ----
 
   // Sums of x over each section, for zero points. Rows and panels: [m][sections]; of int8 x with int4 W, minus x's zero
   // point. Tiles: [sections][16 tiles_m]; of bfloat16 tiles only for int4 W and more than one part.
   float* x_sums = nullptr;
 
-  // Fixed point with one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15 + word 2 *
-  // 2^-30). Each word is an integer below 2^15 - 128 in magnitude, stored as 256 * high + low in signed bytes. Words
-  // that a chunk does not have are not written.
-  int words = 0;  // words of every chunk, 2 for float32; some chunks have one more
-  int64_t chunk_tiles = 0, chunks = 0;
-  int8_t* fixed_point[kMaxWords] = {};  // by word: [m][tiles_k][high, low][64], each 64 in the order of tile_column()
-  float* word_sums[kMaxWords] = {};     // [m][sections] sums of the words
-  float* chunk_scales = nullptr;        // [m][chunks]
-  uint8_t* chunk_words = nullptr;       // [m][chunks]
-  // GGUF W: chunks of 256 columns, of which bytes [64 v + 16 i, + 16) are those of segment order[4 v + i] of 16
-  // columns, and the sums of x itself over segments, in natural order. Only Inf and NaN are outliers.
-  const uint8_t* segment_places = nullptr;  // [16], the inverse of that order
-  float* segment_sums = nullptr;            // [m][chunks][16]
-  uint64_t* outliers = nullptr;  // [m][tiles_k], one bit per column: Inf, NaN, and values too far above their chunk
-
-  // bfloat16 B tiles of 16 k-pairs x 16 rows. x is the sum of `parts` bfloat16 parts (float32: 3, float16: 2).
-  int parts = 0;
-  int64_t tiles_m = 0;
-  uint16_t* bf16_tiles = nullptr;   // [blocks of 512 k][tiles_m][8 K-tiles][parts][2][16][16][2]
-  float* x_block_scales = nullptr;  // [sections][16 tiles_m]; only if W has block scales
-
+  int64_t tiles_m = 0;  // tiles of 16 rows of x
+  PackedFixedPoint fixed_point;
+  PackedBf16Tiles bf16_tiles;
   // bfloat16 in pairs of rows, zeros past M and K.
   uint16_t* bf16_pairs = nullptr;  // [m / 2, rounded up][16 tiles_k][2][4]
 
   // float32 with scales applied, zeros past K, columns in the kernel's order.
   float* float32 = nullptr;  // [m][64 tiles_k]
 
-  // int8, columns of each 64 in the order of W's bytes (int4: tile_column()). Past K zeros, or x's zero point in rows
-  // and panels for int4 W. Either rows, or B tiles of 16 fours of k x 16 rows. With groups of 32 a K-tile has two B
-  // tiles, one per half, with zeros in place of the other half.
-  int64_t steps = 0;       // B tiles along K
-  int8_t* int8 = nullptr;  // [m][tiles_k][64], or [tiles_m][steps][16][16][4]
-
+  PackedInt8 int8;
   // 32-bit words of one column of float32 (scales applied), two of bfloat16 or four of int8, zeros past K
   // (x86/panel_gemm.h).
   uint32_t* panels = nullptr;  // [panels of K][m][64]

@@ -38,7 +38,7 @@ void for_chunks_of(const Job& job, const Run& run) {
 }
 template <typename Run>
 void for_chunks_of(const Job& job, const Run& run) {
-  job.words == 1 ? for_chunks_of<1>(job, run) : for_chunks_of<2>(job, run);
+  job.fixed_point.words == 1 ? for_chunks_of<1>(job, run) : for_chunks_of<2>(job, run);
 }
 
 }  // namespace

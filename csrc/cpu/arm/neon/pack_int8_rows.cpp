@@ -22,7 +22,7 @@ void neon::pack_int8_rows(const Job& job, int64_t begin, int64_t end) {
         const int64_t section = (k + 16 * i) / job.section;
         if (section < job.sections) sums[section] += static_cast<float>(vaddlvq_s8(parts[i]) - 16 * zero);  // exact
       }
-      int8_t* out = job.int8 + m * job.tiles_k * kTileColumns + k;
+      int8_t* out = job.int8.values + m * job.tiles_k * kTileColumns + k;
       if (job.weight_format == Format::kInt4) {
         store_in_tile_order(parts, out);
       } else {

@@ -63,7 +63,7 @@ const uint16_t* b_tile(const Job& job, int64_t tile_m, const Section& section, i
   const int64_t tile_k = W::kHalves ? section.tile : section.tile + i / 2;
   const int64_t e = W::kHalves ? section.half : i % 2;
   const int64_t in_block = (tile_k / kBlockTilesK * job.tiles_m + tile_m) * kBlockTilesK + tile_k % kBlockTilesK;
-  return job.bf16_tiles + ((in_block * W::kParts + part) * 2 + e) * kTileValues;
+  return job.bf16_tiles.values + ((in_block * W::kParts + part) * 2 + e) * kTileValues;
 }
 
 // y = total * scales + bias for the C tiles [16 n][16 m] of kN adjacent N-tiles.
@@ -330,7 +330,7 @@ void run_gemm(const Job& job, int64_t begin, int64_t end) {
 // Calls run<kParts>() for the number of parts of x.
 template <typename Run>
 void with_parts(const Job& job, const Run& run) {
-  switch (job.parts) {
+  switch (job.bf16_tiles.parts) {
     case 1:
       return run.template operator()<1>();
     case 2:

@@ -50,8 +50,9 @@ struct Bytes {
 
   // total += scale * c. Both operands' scales belong to one block of K.
   static void add_section(const Job& job, int64_t tile_n, int64_t tile_m, int64_t s, const float* c, float* total) {
-    const __m512 scale = _mm512_mul_ps(_mm512_load_ps(job.x_block_scales + (s * job.tiles_m + tile_m) * kRowsX),
-                                       _mm512_set1_ps(block_scale(job, tile_n, s)));
+    const __m512 scale =
+        _mm512_mul_ps(_mm512_load_ps(job.bf16_tiles.block_scales + (s * job.tiles_m + tile_m) * kRowsX),
+                      _mm512_set1_ps(block_scale(job, tile_n, s)));
     for (int i = 0; i < kTileSums; i += kRowsX) {
       _mm512_store_ps(total + i, _mm512_fmadd_ps(scale, _mm512_load_ps(c + i), _mm512_load_ps(total + i)));
     }
@@ -106,7 +107,7 @@ void run_format(const Job& job, int64_t begin, int64_t end) {
 void amx::bf16_w8_gemm(const Job& job, int64_t begin, int64_t end) {
   if (job.weight_format == Format::kInt8) return run_format<Format::kInt8, Scales::kY>(job, begin, end);
   if (job.weight_scaling != Scaling::kBlock) return run_format<Format::kFp8, Scales::kY>(job, begin, end);
-  if (job.x_block_scales != nullptr) return run_format<Format::kFp8, Scales::kSections>(job, begin, end);
+  if (job.bf16_tiles.block_scales != nullptr) return run_format<Format::kFp8, Scales::kSections>(job, begin, end);
   run_gemm<Bytes<Format::kFp8, 1, Scales::kWeight>>(job, begin, end);
 }
 

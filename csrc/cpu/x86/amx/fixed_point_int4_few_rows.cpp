@@ -36,21 +36,21 @@ struct ChunkFactors {
 // Packs B tiles [tiles_k][16 fours of k][16 columns][4], and the factors of each chunk.
 void pack_columns(const Job& job, int8_t* b, ChunkFactors* factors) {
   const __m512i ones = _mm512_set1_epi8(1);
-  for (int64_t c = 0; c < job.chunks; ++c) {
+  for (int64_t c = 0; c < job.fixed_point.chunks; ++c) {
     factors[c] = ChunkFactors{};
     for (int64_t m = 0; m < job.m; ++m) {
-      factors[c].scale[m] = 256 * job.chunk_scales[m * job.chunks + c];
-      factors[c].scale[m + kHalf] = job.chunk_scales[m * job.chunks + c];
+      factors[c].scale[m] = 256 * job.fixed_point.scales[m * job.fixed_point.chunks + c];
+      factors[c].scale[m + kHalf] = job.fixed_point.scales[m * job.fixed_point.chunks + c];
     }
   }
   for (int64_t t = 0; t < job.tiles_k; ++t) {
     __m512i columns[kColumns];
     for (int64_t i = 0; i < kColumns; ++i) {
       const int64_t m = i % kHalf, plane = i / kHalf;
-      const int8_t* bytes = job.fixed_point[0] + ((m * job.tiles_k + t) * 2 + plane) * kTileK;
+      const int8_t* bytes = job.fixed_point.bytes[0] + ((m * job.tiles_k + t) * 2 + plane) * kTileK;
       columns[i] = m < job.m ? _mm512_load_si512(bytes) : _mm512_setzero_si512();
       const int sum = _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, columns[i]));
-      factors[t / job.chunk_tiles].sum[i] += static_cast<float>(sum);
+      factors[t / job.fixed_point.chunk_tiles].sum[i] += static_cast<float>(sum);
     }
     transpose16(columns);
     for (int i = 0; i < kColumns; ++i) _mm512_store_si512(b + (t * kColumns + i) * 64, columns[i]);
@@ -108,9 +108,9 @@ void run_tile(const Job& job, int64_t tile_n, const int8_t* b, const ChunkFactor
   const uint8_t* weight = job.weight + tile_n * job.tiles_k * kTileBytes;
   expand(weight, a[0]);
   int64_t t = 0;
-  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk) {
     tile_zero<0>();
-    const int64_t end = t + job.chunk_tiles < job.tiles_k ? t + job.chunk_tiles : job.tiles_k;
+    const int64_t end = t + job.fixed_point.chunk_tiles < job.tiles_k ? t + job.fixed_point.chunk_tiles : job.tiles_k;
     for (; t < end; ++t) {
       stream.fetch();
       if (t + 1 < job.tiles_k) expand(weight + (t + 1) * kTileBytes, a[(t + 1) % 2]);
@@ -122,7 +122,7 @@ void run_tile(const Job& job, int64_t tile_n, const int8_t* b, const ChunkFactor
     load_parameters(job, tile_n, chunk / job.sections_per_group, &parameters[chunk % 2]);
     if (chunk > 0) fold(c[(chunk - 1) % 2], parameters[(chunk - 1) % 2], factors[chunk - 1], total);
   }
-  const int64_t last = job.chunks - 1;
+  const int64_t last = job.fixed_point.chunks - 1;
   fold(c[last % 2], parameters[last % 2], factors[last], total);
   write_rows(job, tile_n, total);
 }
@@ -131,11 +131,12 @@ void run_tile(const Job& job, int64_t tile_n, const int8_t* b, const ChunkFactor
 Job row_of(const Job& job, int64_t m) {
   Job row = job;
   row.m = 1;
-  for (int w = 0; w <= job.words; ++w) {
-    row.fixed_point[w] += m * job.tiles_k * 2 * kTileK;
-    row.word_sums[w] += m * job.sections;
+  PackedFixedPoint& x = row.fixed_point;
+  for (int w = 0; w <= x.words; ++w) {
+    x.bytes[w] += m * job.tiles_k * 2 * kTileK;
+    x.sums[w] += m * job.sections;
   }
-  row.chunk_scales += m * job.chunks, row.chunk_words += m * job.chunks;
+  x.scales += m * x.chunks, x.chunk_words += m * x.chunks;
   row.remarks += m;
   row.x_scales += m * job.x_scale_stride;
   row.y = static_cast<char*>(job.y) + m * job.n * (job.y_dtype == DType::kFloat32 ? 4 : 2);
@@ -147,7 +148,7 @@ Job row_of(const Job& job, int64_t m) {
 void amx::fixed_point_int4_few_rows(const Job& job, int64_t begin, int64_t end) {
   int8_t* b = static_cast<int8_t*>(scratch(Scratch::kPanel, job.tiles_k * kTileRegisterBytes));
   ChunkFactors* factors =
-      static_cast<ChunkFactors*>(scratch(Scratch::kSums, job.chunks * int64_t{sizeof(ChunkFactors)}));
+      static_cast<ChunkFactors*>(scratch(Scratch::kSums, job.fixed_point.chunks * int64_t{sizeof(ChunkFactors)}));
   pack_columns(job, b, factors);
   const TileScope tiles;
   const uint8_t* weight = job.weight + begin * job.tiles_k * kTileBytes;

@@ -67,7 +67,7 @@ void few_rows(const Job& job, int64_t tile_n, const Int4Parameters* parameters, 
       stream.fetch();
       if (t + 1 < job.tiles_k) expand_tile(weight + (t + 1) * kPackedBytes, a[(t + 1) % 2]);
       tile_load<4>(a[t % 2]);
-      tile_load<6>(job.int8 + t * kTileBytes);
+      tile_load<6>(job.int8.values + t * kTileBytes);
       tile_multiply_bytes<0, 4, 6>();
     }
     tile_store<0>(c[group % 2]);

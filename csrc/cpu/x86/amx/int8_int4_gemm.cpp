@@ -22,7 +22,7 @@ constexpr int64_t kMaxSections = 4;       // groups that a panel may touch
 constexpr int64_t kFewTilesM = 4;
 
 int64_t panel_tiles(const Job& job) {
-  if (job.steps > job.tiles_k) return kHalvesPanelTiles;
+  if (job.int8.steps > job.tiles_k) return kHalvesPanelTiles;
   return job.group_size >= kLargePanelTiles * kTileK && job.tiles_m > kFewTilesM ? kLargePanelTiles : kPanelTiles;
 }
 
@@ -169,7 +169,7 @@ struct Int4 {
       : job(of_job),
         memory(of_memory),
         count(of_count),
-        halves(job.steps / job.tiles_k),
+        halves(job.int8.steps / job.tiles_k),
         in_group(group_steps(job)),
         row_bytes(job.tiles_k * kPackedBytes),
         weight(job.weight + tile_n * row_bytes),
@@ -276,7 +276,8 @@ void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memo
 
 template <bool kXZeros>
 void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memory) {
-  const int64_t steps = panel_tiles(job) * (job.steps / job.tiles_k), sections = steps / least(group_steps(job), steps);
+  const int64_t steps = panel_tiles(job) * (job.int8.steps / job.tiles_k),
+                sections = steps / least(group_steps(job), steps);
   const auto run = sections == 1   ? many_rows<1, kXZeros>
                    : sections == 2 ? many_rows<2, kXZeros>
                                    : many_rows<kMaxSections, kXZeros>;
@@ -290,7 +291,7 @@ void amx::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) {
   constexpr int64_t kExactColumns = 8192;
   const bool exact = least(job.group_size, job.k) <= kExactColumns;
   const bool few = job.tiles_m == 1 && (job.x_zeros == nullptr || has_row_of_ones(job));
-  if (few && job.steps == job.tiles_k && exact) return amx::int8_int4_few_rows(job, begin, end);
+  if (few && job.int8.steps == job.tiles_k && exact) return amx::int8_int4_few_rows(job, begin, end);
   const TileScope registers;
   const Workspace memory(job);
   job.x_zeros != nullptr ? many_rows<true>(job, begin, end, memory) : many_rows<false>(job, begin, end, memory);

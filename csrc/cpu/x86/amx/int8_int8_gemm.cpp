@@ -77,7 +77,7 @@ template <int kN, int kM>
 void multiply_direct(const Job& job, int64_t tile_n, int64_t tile_m, uint8_t* rest, int32_t* c) {
   const int64_t n = tile_n * kTileRows;
   const uint8_t* first = job.weight + n * job.k;
-  const int8_t* x = job.int8 + tile_m * job.tiles_k * kTileBytes;
+  const int8_t* x = job.int8.values + tile_m * job.tiles_k * kTileBytes;
   const int64_t whole = n + kN * kTileRows <= job.n ? job.k / kTileColumns : 0;
   each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
   multiply_tiles<kN, kM>(job, first, kTileRows * job.k, kTileColumns, job.k, x, whole,

@@ -217,7 +217,7 @@ template <typename W>
 void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename W::Fold::Total* totals,
                      const Output* output) {
   using Fold = typename W::Fold;
-  const int64_t halves = job.steps / job.tiles_k, b_tile = job.steps * kTileBytes, pairs = job.tiles_m / 2;
+  const int64_t halves = job.int8.steps / job.tiles_k, b_tile = job.int8.steps * kTileBytes, pairs = job.tiles_m / 2;
   Pipeline<2, Fold> two(panel, w.tiles * kTileBytes, b_tile, halves == 2, c, output);
   Pipeline<1, Fold> one(panel, w.tiles * kTileBytes, b_tile, halves == 2, c, output);
   bool forward = true;  // each panel begins with the most recent totals of the previous one
@@ -226,7 +226,9 @@ void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename 
     const int64_t begin_step = t * halves, end_step = least(end * halves, w.steps);
     const Rows direct = w.fill(t, end, (end_step - begin_step) * ((job.tiles_m + 1) / 2));
     const auto fetch = [&]() __attribute__((always_inline)) { w.fetch(); };
-    const auto b_at = [&](int64_t tile_m) { return job.int8 + (tile_m * job.steps + begin_step) * kTileBytes; };
+    const auto b_at = [&](int64_t tile_m) {
+      return job.int8.values + (tile_m * job.int8.steps + begin_step) * kTileBytes;
+    };
     const auto unit = [&](int64_t tile_m, int64_t next_m) -> Unit<Fold> {
       typename Fold::Total* const total = totals + tile_m * 2 * kTileSums;
       return {b_at(tile_m),

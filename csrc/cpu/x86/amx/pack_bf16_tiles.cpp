@@ -39,7 +39,7 @@ float split(const Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts]) {
     }
   }
   const float sum = _mm512_reduce_add_ps(_mm512_add_ps(v[0], v[1]));
-  for (int p = 0; p < job.parts; ++p) {
+  for (int p = 0; p < job.bf16_tiles.parts; ++p) {
     parts[p] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v[1], v[0]));
     v[0] = _mm512_sub_ps(
         v[0], _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(parts[p])), 16)));
@@ -56,27 +56,27 @@ void pack_half_tile(const Job& job, int64_t tile_m, int64_t tile_k, int half) {
   const int64_t k = tile_k * kTileK + half * kHalf;
   for (int i = 0; i < kRows; ++i) {
     const int64_t m = tile_m * kRows + i;
-    for (int p = 0; p < job.parts; ++p) rows[p][i] = _mm512_setzero_si512();
+    for (int p = 0; p < job.bf16_tiles.parts; ++p) rows[p][i] = _mm512_setzero_si512();
     if (m >= job.m || k >= job.k) continue;
-    if (job.parts == 1) {
+    if (job.bf16_tiles.parts == 1) {
       const int64_t left = job.k - k;
       const __mmask32 inside = left >= kHalf ? 0xFFFFFFFFu : (1u << left) - 1;
       rows[0][i] = _mm512_maskz_loadu_epi16(inside, static_cast<const uint16_t*>(job.x) + m * job.x_stride + k);
     } else {
       __m512i parts[kMaxParts];
       sums[i] = split(job, m, k, parts);
-      for (int p = 0; p < job.parts; ++p) rows[p][i] = parts[p];
+      for (int p = 0; p < job.bf16_tiles.parts; ++p) rows[p][i] = parts[p];
     }
   }
   // Store block scales and section sums
-  if (job.x_block_scales != nullptr && half == 0 && k % job.section == 0) {
-    float* scales = job.x_block_scales + (k / job.section * job.tiles_m + tile_m) * kRows;
+  if (job.bf16_tiles.block_scales != nullptr && half == 0 && k % job.section == 0) {
+    float* scales = job.bf16_tiles.block_scales + (k / job.section * job.tiles_m + tile_m) * kRows;
     for (int64_t i = 0; i < kRows; ++i) {
       const int64_t m = tile_m * kRows + i < job.m ? tile_m * kRows + i : job.m - 1;
       scales[i] = job.x_scales[m * job.x_scale_stride + k / job.section * job.x_block_stride];
     }
   }
-  if (job.parts > 1 && job.weight_format == Format::kInt4 && k < job.k) {
+  if (job.bf16_tiles.parts > 1 && job.weight_format == Format::kInt4 && k < job.k) {
     float* total = job.x_sums + k / job.section * job.tiles_m * kRows + tile_m * kRows;
     const bool starts_section = k % job.section == 0;
     const __m512 before = starts_section ? _mm512_setzero_ps() : _mm512_load_ps(total);
@@ -85,9 +85,9 @@ void pack_half_tile(const Job& job, int64_t tile_m, int64_t tile_k, int half) {
   // Transpose and store the tiles
   constexpr int64_t kTilesPerBlock = kBlockK / kTileK;
   const int64_t in_block = (tile_k / kTilesPerBlock * job.tiles_m + tile_m) * kTilesPerBlock + tile_k % kTilesPerBlock;
-  for (int p = 0; p < job.parts; ++p) {
+  for (int p = 0; p < job.bf16_tiles.parts; ++p) {
     transpose16(rows[p]);  // now [pair][row of x]
-    uint16_t* tiles = job.bf16_tiles + (in_block * job.parts + p) * 2 * kTileValues;
+    uint16_t* tiles = job.bf16_tiles.values + (in_block * job.bf16_tiles.parts + p) * 2 * kTileValues;
     for (int pair = 0; pair < 16; ++pair) {
       const int step = pair / 8, e = pair % 8 / 4, t = pair % 4;  // columns 16 step + 8 e + 2 t of this half
       const bool bytes = !is_packed(job.weight_format);

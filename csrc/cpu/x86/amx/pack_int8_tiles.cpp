@@ -36,14 +36,14 @@ __m512i add_sums(__m512i sums, const __m512i (&fours)[kTileRows]) {
 }  // namespace
 
 void amx::pack_int8_tiles(const Job& job, int64_t begin, int64_t end) {
-  const bool permuted = job.weight_format == Format::kInt4, halves = job.steps != job.tiles_k;
+  const bool permuted = job.weight_format == Format::kInt4, halves = job.int8.steps != job.tiles_k;
   const bool ones = has_row_of_ones(job);
   const __m512i order = _mm512_load_si512(kTileOrder.column);
   const int64_t padded_rows = job.tiles_m * kTileRows;
   for (int64_t tile = begin; tile < end; ++tile) {
     const int64_t rows = least(kTileRows, job.m - tile * kTileRows);
     const int8_t* x = static_cast<const int8_t*>(job.x) + tile * kTileRows * job.x_stride;
-    int8_t* out = job.int8 + tile * job.steps * kTileBytes;
+    int8_t* out = job.int8.values + tile * job.int8.steps * kTileBytes;
     float* sums = job.x_sums + tile * kTileRows;
     alignas(64) int32_t zeros[kTileRows] = {};
     for (int64_t i = 0; i < rows && permuted && job.x_zeros != nullptr; ++i) {

@@ -39,7 +39,7 @@ void amx::widen_int8(const Job& job, void* out, int64_t begin, int64_t end) {
 }
 
 void amx::widen_fp8(const Job& job, void* out, int64_t begin, int64_t end) {
-  const bool scaled = job.x_block_stride != 0 && job.x_block_scales == nullptr;
+  const bool scaled = job.x_block_stride != 0 && job.bf16_tiles.block_scales == nullptr;
   if (!scaled) return avx512::widen_fp8(job, out, begin, end);
   widen_rows(job, out, begin, end, [&](int64_t m, int64_t k, __m256i bytes) {
     const __m512 scale = _mm512_set1_ps(job.x_scales[m * job.x_scale_stride + k / kScaleBlock]);

@@ -17,22 +17,22 @@ constexpr int64_t kAheadBytes = 4096;  // distance of prefetches in W
 
 // x as 16-bit words: [m][chunks][kMaxWords][256]. Words that a chunk does not have are not written.
 int16_t* words_of(const Job& job, int64_t m, int64_t chunk, int16_t* words) {
-  return words + (m * job.chunks + chunk) * kMaxWords * kUnit;
+  return words + (m * job.fixed_point.chunks + chunk) * kMaxWords * kUnit;
 }
 
 int16_t* make_words(const Job& job) {
-  const int64_t count = job.m * job.chunks * kMaxWords * kUnit;
+  const int64_t count = job.m * job.fixed_point.chunks * kMaxWords * kUnit;
   auto* words = static_cast<int16_t*>(scratch(Scratch::kPanel, count * int64_t{sizeof(int16_t)}));
   const auto load = [](const int8_t* bytes) {
     return _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
   };
   for (int64_t m = 0; m < job.m; ++m) {
-    for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
+    for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk) {
       int16_t* to = words_of(job, m, chunk, words);
-      for (int w = 0; w < job.chunk_words[m * job.chunks + chunk]; ++w, to += kUnit) {
-        const int8_t* bytes = job.fixed_point[w] + (m * job.chunks + chunk) * 2 * kUnit;
+      for (int w = 0; w < job.fixed_point.chunk_words[m * job.fixed_point.chunks + chunk]; ++w, to += kUnit) {
+        const int8_t* bytes = job.fixed_point.bytes[w] + (m * job.fixed_point.chunks + chunk) * 2 * kUnit;
         for (int s = 0; s < kUnitSegments; ++s) {
-          const int place = job.segment_places[s];
+          const int place = job.fixed_point.segment_places[s];
           const int8_t* high = bytes + place / 4 * 2 * kTileColumns + place % 4 * kSegment;
           const __m256i word = _mm256_add_epi16(_mm256_slli_epi16(load(high), 8), load(high + kTileColumns));
           _mm256_store_si256(reinterpret_cast<__m256i*>(to + s * kSegment), word);
@@ -98,7 +98,7 @@ void run_row(const Job& job, int64_t n, int64_t m, int16_t* words) {
   for (int i = 0; i < kM; ++i) sums[i] = _mm256_setzero_ps();
   const uint8_t* row = job.weight + n * job.row_bytes;
   Unit unit;
-  for (int64_t chunk = 0; chunk < job.chunks; ++chunk, row += kUnitBytes) {
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk, row += kUnitBytes) {
     for (int64_t byte = 0; byte < kUnitBytes; byte += 64) {
       _mm_prefetch(reinterpret_cast<const char*>(row + kAheadBytes + byte), _MM_HINT_T1);
     }
@@ -106,15 +106,15 @@ void run_row(const Job& job, int64_t n, int64_t m, int16_t* words) {
     unpack<kType>(row, columns, &unit);
 #pragma GCC unroll 4
     for (int i = 0; i < kM; ++i) {
-      const int64_t at = (m + i) * job.chunks + chunk;
-      float x_scale = job.chunk_scales[at];
+      const int64_t at = (m + i) * job.fixed_point.chunks + chunk;
+      float x_scale = job.fixed_point.scales[at];
       const int16_t* x = words_of(job, m + i, chunk, words);
-      for (int w = 0; w < job.chunk_words[at]; ++w, x += kUnit, x_scale *= 0x1p-15f) {
+      for (int w = 0; w < job.fixed_point.chunk_words[at]; ++w, x += kUnit, x_scale *= 0x1p-15f) {
         const __m256 sum = columns == kUnit ? multiply<kType>(unit, x, kUnit) : multiply<kType>(unit, x, columns);
         sums[i] = _mm256_fmadd_ps(sum, _mm256_set1_ps(x_scale), sums[i]);
       }
       if constexpr (B::kHasMinima) {
-        const float* x_sums = job.segment_sums + at * kUnitSegments;
+        const float* x_sums = job.fixed_point.segment_sums + at * kUnitSegments;
         for (int s = 0; s < kUnitSegments; s += 8) {
           sums[i] = _mm256_fnmadd_ps(_mm256_load_ps(unit.minima + s), _mm256_loadu_ps(x_sums + s), sums[i]);
         }

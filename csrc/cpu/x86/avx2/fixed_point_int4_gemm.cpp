@@ -81,11 +81,11 @@ template <int kM>
 __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t m, int64_t s, int w,
                                                          const uint8_t* panel, const Section& section,
                                                          __m256 (&values)[kM][kVectors]) {
-  const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
+  const int64_t tile = s * job.section / kTileK, tiles = least(job.fixed_point.chunk_tiles, job.tiles_k - tile);
   constexpr int64_t kXTile = 2 * kTileK;
   const int64_t x_row = job.tiles_k * kXTile;
   const bool whole = job.section >= kTileK;  // not half of a K-tile
-  const int8_t* x = job.fixed_point[w] + m * x_row + tile * kXTile;
+  const int8_t* x = job.fixed_point.bytes[w] + m * x_row + tile * kXTile;
   __m256i sums[kM][kVectors];
   for (auto& row : sums) {
     for (auto& sum : row) sum = _mm256_setzero_si256();
@@ -100,7 +100,7 @@ __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t
     }
   }
   for (int i = 0; i < kM; ++i) {
-    const __m256 x_sum = _mm256_set1_ps(job.word_sums[w][(m + i) * job.sections + s]);
+    const __m256 x_sum = _mm256_set1_ps(job.fixed_point.sums[w][(m + i) * job.sections + s]);
     for (int v = 0; v < kVectors; ++v) {
       values[i][v] = _mm256_fnmadd_ps(section.zero[v], x_sum, _mm256_cvtepi32_ps(sums[i][v]));
     }
@@ -111,15 +111,17 @@ __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t
 [[gnu::noinline]] void last_word(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section,
                                  float (&last)[kTileN]) {
   __m256 values[1][kVectors];
-  multiply_word<1>(job, m, s, job.words, panel, section, values);
+  multiply_word<1>(job, m, s, job.fixed_point.words, panel, section, values);
   for (int v = 0; v < kVectors; ++v) _mm256_store_ps(last + 8 * v, values[0][v]);
 }
 
 // total[i][16] += section `s` for rows m .. m + kM of x.
 template <int kM>
 void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section, float* total) {
-  const int64_t chunk = s * job.section / kTileK / job.chunk_tiles;
-  const auto has_more = [&](int i) { return job.chunk_words[(m + i) * job.chunks + chunk] > job.words; };
+  const int64_t chunk = s * job.section / kTileK / job.fixed_point.chunk_tiles;
+  const auto has_more = [&](int i) {
+    return job.fixed_point.chunk_words[(m + i) * job.fixed_point.chunks + chunk] > job.fixed_point.words;
+  };
   int more = 0;  // number of rows with one more word
   for (int i = 0; i < kM; ++i) more += has_more(i);
   __m256 result[kM][kVectors];
@@ -135,7 +137,7 @@ void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const 
       for (int v = 0; v < kVectors; ++v) result[i][v] = _mm256_load_ps(last + 8 * v);
     }
   }
-  for (int w = more == kM ? job.words : job.words - 1; w >= 0; --w) {
+  for (int w = more == kM ? job.fixed_point.words : job.fixed_point.words - 1; w >= 0; --w) {
     __m256 values[kM][kVectors];
     multiply_word<kM>(job, m, s, w, panel, section, values);
     for (int i = 0; i < kM; ++i) {
@@ -145,7 +147,7 @@ void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const 
     }
   }
   for (int i = 0; i < kM; ++i) {
-    const __m256 x_scale = _mm256_set1_ps(job.chunk_scales[(m + i) * job.chunks + chunk]);
+    const __m256 x_scale = _mm256_set1_ps(job.fixed_point.scales[(m + i) * job.fixed_point.chunks + chunk]);
     for (int v = 0; v < kVectors; ++v) {
       float* at = total + i * kTileN + 8 * v;
       const __m256 scaled = _mm256_mul_ps(result[i][v], x_scale);
@@ -168,9 +170,10 @@ void run_tile(const Job& job, int64_t tile_n) {
   float* total = static_cast<float*>(scratch(Scratch::kSums, job.m * kTileN * int64_t{sizeof(float)}));
   for (int64_t i = 0; i < job.m * kVectors; ++i) _mm256_store_ps(total + i * 8, _mm256_setzero_ps());
 
-  const int64_t sections_per_chunk = job.chunk_tiles * kTileK / job.section;
-  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
-    const int64_t tile_k = chunk * job.chunk_tiles, tiles = least(job.chunk_tiles, job.tiles_k - tile_k);
+  const int64_t sections_per_chunk = job.fixed_point.chunk_tiles * kTileK / job.section;
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk) {
+    const int64_t tile_k = chunk * job.fixed_point.chunk_tiles,
+                  tiles = least(job.fixed_point.chunk_tiles, job.tiles_k - tile_k);
     const uint8_t* weight = job.weight + (tile_n * job.tiles_k + tile_k) * kTileBytes;
     for (int64_t t = 0; t < tiles; ++t) {
       for (int line = 0; line < kTileBytes; line += 64) {

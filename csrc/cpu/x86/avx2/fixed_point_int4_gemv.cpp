@@ -178,9 +178,9 @@ template <typename W, int kTiles, int kWords>
 void run_tile(const Job& job, int64_t tile, int64_t m) {
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
   const int8_t* words[kMaxWords] = {};
-  for (int w = 0; w <= job.words; ++w) words[w] = job.fixed_point[w] + m * job.tiles_k * kXTile;
-  const uint8_t* chunk_words = job.chunk_words + m * job.chunks;
-  const float* x_scales = job.chunk_scales + m * job.chunks;
+  for (int w = 0; w <= job.fixed_point.words; ++w) words[w] = job.fixed_point.bytes[w] + m * job.tiles_k * kXTile;
+  const uint8_t* chunk_words = job.fixed_point.chunk_words + m * job.fixed_point.chunks;
+  const float* x_scales = job.fixed_point.scales + m * job.fixed_point.chunks;
   __m256 sums[kTileN];
   for (__m256& sum : sums) sum = _mm256_setzero_ps();
 
@@ -201,8 +201,8 @@ void run_tile(const Job& job, int64_t tile, int64_t m) {
       add_tiles<W, 1, kCount>(weight + t * kTileBytes, x, factors, sums);
     }
   };
-  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) add_chunk.template operator()<0, kWords>(chunk);
-  for (int64_t chunk = 0; (job.remarks[m] & kHasMoreWords) != 0 && chunk < job.chunks; ++chunk) {
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk) add_chunk.template operator()<0, kWords>(chunk);
+  for (int64_t chunk = 0; (job.remarks[m] & kHasMoreWords) != 0 && chunk < job.fixed_point.chunks; ++chunk) {
     if (chunk_words[chunk] > kWords) add_chunk.template operator()<kWords, 1>(chunk);
   }
 

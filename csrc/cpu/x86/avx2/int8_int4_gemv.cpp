@@ -77,7 +77,7 @@ void sum_lanes(const Job& job, float* out) {
     for (int64_t tile = 0; tile < job.tiles_k; out += 8) {
       __m256i sum = _mm256_setzero_si256();
       for (const int64_t end = section_end(job, tile); tile < end; ++tile) {
-        const __m256i* x = reinterpret_cast<const __m256i*>(job.int8 + (m * job.tiles_k + tile) * kTileK);
+        const __m256i* x = reinterpret_cast<const __m256i*>(job.int8.values + (m * job.tiles_k + tile) * kTileK);
         for (int v = 0; v < kVectors; ++v) {
           const __m256i pairs = _mm256_maddubs_epi16(ones, _mm256_load_si256(x + v));
           sum = _mm256_add_epi16(sum, _mm256_sub_epi16(pairs, zeros));
@@ -122,7 +122,7 @@ void multiply(const Job& job, const uint8_t* weight, const Parameters* parameter
     for (; tile < end; ++tile) {
       const uint8_t* pair = weight + tile * kTileBytes + g * kTileK;
       _mm_prefetch(pair + job.tiles_k * kTileBytes, _MM_HINT_T1);  // the next N-tile
-      add_tile<kXZeros, kM>(pair, job.int8 + m * x_row + tile * kTileK, x_row, products, w_sums);
+      add_tile<kXZeros, kM>(pair, job.int8.values + m * x_row + tile * kTileK, x_row, products, w_sums);
     }
     for (int row = 0; row < 2; ++row) {
       const RowParameters values = of_row(job, parameters, begin, g + row * kPairs);

@@ -89,9 +89,9 @@ void avx2::int8_int8_gemv(const Job& job, int64_t begin, int64_t end) {
         }
         int64_t m = 0;
         for (; m + kRowsX <= job.m; m += kRowsX) {
-          multiply<kRowsX>(job, w, job.int8 + m * x_row, k, k_end, sums + m * kTileRows + quad);
+          multiply<kRowsX>(job, w, job.int8.values + m * x_row, k, k_end, sums + m * kTileRows + quad);
         }
-        if (m < job.m) multiply<1>(job, w, job.int8 + m * x_row, k, k_end, sums + m * kTileRows + quad);
+        if (m < job.m) multiply<1>(job, w, job.int8.values + m * x_row, k, k_end, sums + m * kTileRows + quad);
       }
       for (int64_t i = 0; job.sections > 1 && i < count; i += 4) {
         const __m256d sum = _mm256_cvtepi32_pd(_mm_load_si128(reinterpret_cast<const __m128i*>(sums + i)));

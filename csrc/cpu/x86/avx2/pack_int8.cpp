@@ -75,7 +75,7 @@ void store_columns(const Columns& columns, void* out) {
 void avx2::pack_int8_rows(const Job& job, int64_t begin, int64_t end) {
   for (int64_t m = begin; m < end; ++m) {
     pack_row(job, m, [&](int64_t k, const Columns& columns) {
-      int8_t* out = job.int8 + m * job.tiles_k * kTileColumns + k;
+      int8_t* out = job.int8.values + m * job.tiles_k * kTileColumns + k;
       store_columns(job.weight_format == Format::kInt4 ? in_tile_order(columns) : columns, out);
     });
   }

@@ -92,7 +92,7 @@ void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
 #pragma GCC unroll 1
     for (int word = 0; word < kMaxWords; ++word) {
       bool any = false;
-      for (int i = 0; i < kM; ++i) any |= word < job.chunk_words[(m + i) * job.chunks + chunk];
+      for (int i = 0; i < kM; ++i) any |= word < job.fixed_point.chunk_words[(m + i) * job.fixed_point.chunks + chunk];
       if (!any) break;
       __m512 x_scale[kM];
       const int8_t* x[kM];
@@ -100,10 +100,11 @@ void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
 #pragma GCC unroll 4
       for (int i = 0; i < kM; ++i) {
         // Where a row has fewer words, its factor is 0 for any bytes of word 0.
-        const bool has = word < job.chunk_words[(m + i) * job.chunks + chunk];
+        const bool has = word < job.fixed_point.chunk_words[(m + i) * job.fixed_point.chunks + chunk];
         const float unit = word == 0 ? 1.0f : word == 1 ? 0x1p-15f : 0x1p-30f;
-        x_scale[i] = _mm512_set1_ps(has ? job.chunk_scales[(m + i) * job.chunks + chunk] * unit : 0.0f);
-        x[i] = job.fixed_point[has ? word : 0] + ((m + i) * job.chunks + chunk) * 4 * kPlanes;
+        x_scale[i] =
+            _mm512_set1_ps(has ? job.fixed_point.scales[(m + i) * job.fixed_point.chunks + chunk] * unit : 0.0f);
+        x[i] = job.fixed_point.bytes[has ? word : 0] + ((m + i) * job.fixed_point.chunks + chunk) * 4 * kPlanes;
         if constexpr (B::kOffset != 0) {
           const __m512i offset = _mm512_set1_epi8(static_cast<char>(B::kOffset));
           const __m512i same[2] = {offset, offset};
@@ -135,7 +136,8 @@ void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
           if (B::kHasMinima && word == 0) {
             __m512 minima = U::kPairs ? _mm512_permutexvar_ps(of_minima, unit.scales) : unit.minima;
             if (kIsTail) minima = _mm512_maskz_mov_ps(tail.minima, minima);
-            const float* x_sums = job.segment_sums + ((m + i) * job.chunks + chunk) * kUnitSegments;
+            const float* x_sums =
+                job.fixed_point.segment_sums + ((m + i) * job.fixed_point.chunks + chunk) * kUnitSegments;
             sums[r][i] = _mm512_fnmadd_ps(minima, _mm512_load_ps(x_sums), sums[r][i]);
           }
         }

@@ -59,7 +59,7 @@ struct Walk {
 };
 Walk walk(const Job& job, int64_t s) {
   const int64_t tile = s * job.section / kTileK;
-  return {tile / job.chunk_tiles, tile, least(job.chunk_tiles, job.tiles_k - tile),
+  return {tile / job.fixed_point.chunk_tiles, tile, least(job.fixed_point.chunk_tiles, job.tiles_k - tile),
           job.section < kTileK ? static_cast<int>(s % 2) : -1};
 }
 
@@ -71,7 +71,7 @@ __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t
   const Walk at = walk(job, s);
   constexpr int64_t kXTile = 2 * kTileK;
   const int64_t x_row = job.tiles_k * kXTile;
-  const int8_t* x = job.fixed_point[w] + m * x_row + at.tile * kXTile;
+  const int8_t* x = job.fixed_point.bytes[w] + m * x_row + at.tile * kXTile;
   __m512i sums[kN][kM];
   for (auto& row : sums) {
     for (auto& sum : row) sum = _mm512_setzero_si512();
@@ -82,7 +82,7 @@ __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t
   }
   add_plane<kN, kM>(panel, x + kTileK, x_row, kXTile, at.tiles, at.half, sums);
   for (int i = 0; i < kM; ++i) {
-    const __m512 x_sum = _mm512_set1_ps(job.word_sums[w][(m + i) * job.sections + s]);
+    const __m512 x_sum = _mm512_set1_ps(job.fixed_point.sums[w][(m + i) * job.sections + s]);
     for (int n = 0; n < kN; ++n) {
       values[n][i] = _mm512_fnmadd_ps(sections[n].zero, x_sum, _mm512_cvtepi32_ps(sums[n][i]));
     }
@@ -94,7 +94,7 @@ template <int kN>
 [[gnu::noinline]] void last_word(const Job& job, int64_t m, int64_t s, const uint8_t* panel,
                                  const GroupVectors (&sections)[kN], float (&last)[kN][kTileN]) {
   __m512 values[kN][1];
-  multiply_word<kN, 1>(job, m, s, job.words, panel, sections, values);
+  multiply_word<kN, 1>(job, m, s, job.fixed_point.words, panel, sections, values);
   for (int n = 0; n < kN; ++n) _mm512_store_ps(last[n], values[n][0]);
 }
 
@@ -103,7 +103,9 @@ template <int kN, int kM>
 void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const GroupVectors (&sections)[kN],
               float* total) {
   const int64_t chunk = walk(job, s).chunk;
-  const auto has_more = [&](int i) { return job.chunk_words[(m + i) * job.chunks + chunk] > job.words; };
+  const auto has_more = [&](int i) {
+    return job.fixed_point.chunk_words[(m + i) * job.fixed_point.chunks + chunk] > job.fixed_point.words;
+  };
   int more = 0;  // number of rows with one more word
   for (int i = 0; i < kM; ++i) more += has_more(i);
   __m512 result[kN][kM];
@@ -119,7 +121,7 @@ void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const 
       for (int n = 0; n < kN; ++n) result[n][i] = _mm512_load_ps(last[n]);
     }
   }
-  for (int w = more == kM ? job.words : job.words - 1; w >= 0; --w) {
+  for (int w = more == kM ? job.fixed_point.words : job.fixed_point.words - 1; w >= 0; --w) {
     __m512 values[kN][kM];
     multiply_word<kN, kM>(job, m, s, w, panel, sections, values);
     for (int i = 0; i < kM; ++i) {
@@ -129,7 +131,7 @@ void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const 
     }
   }
   for (int i = 0; i < kM; ++i) {
-    const __m512 x_scale = _mm512_set1_ps(job.chunk_scales[(m + i) * job.chunks + chunk]);
+    const __m512 x_scale = _mm512_set1_ps(job.fixed_point.scales[(m + i) * job.fixed_point.chunks + chunk]);
     for (int n = 0; n < kN; ++n) {
       float* at = total + (i * kN + n) * kTileN;
       const __m512 scaled = _mm512_mul_ps(result[n][i], x_scale);
@@ -153,9 +155,10 @@ void run_tiles(const Job& job, int64_t tile_n) {
   float* total = static_cast<float*>(scratch(Scratch::kSums, job.m * kN * kTileN * int64_t{sizeof(float)}));
   for (int64_t i = 0; i < job.m * kN; ++i) _mm512_store_ps(total + i * kTileN, _mm512_setzero_ps());
 
-  const int64_t sections_per_chunk = job.chunk_tiles * kTileK / job.section;
-  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
-    const int64_t tile_k = chunk * job.chunk_tiles, tiles = least(job.chunk_tiles, job.tiles_k - tile_k);
+  const int64_t sections_per_chunk = job.fixed_point.chunk_tiles * kTileK / job.section;
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk) {
+    const int64_t tile_k = chunk * job.fixed_point.chunk_tiles,
+                  tiles = least(job.fixed_point.chunk_tiles, job.tiles_k - tile_k);
     for (int n = 0; n < kN; ++n) {
       const uint8_t* weight = job.weight + ((tile_n + n) * job.tiles_k + tile_k) * kTileBytes;
       for (int64_t t = 0; t < tiles; ++t) {

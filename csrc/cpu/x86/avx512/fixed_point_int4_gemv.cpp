@@ -105,8 +105,8 @@ template <int kWords, int kGroups>
                                     typename Int4<kWords, kGroups>::Factors* factors) {
   constexpr bool kHalves = kGroups == 2;
   constexpr __mmask16 kUpperRows = 0xFF00;
-  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
-    const __m512 x_scale = _mm512_set1_ps(job.chunk_scales[m * job.chunks + chunk]);
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk) {
+    const __m512 x_scale = _mm512_set1_ps(job.fixed_point.scales[m * job.fixed_point.chunks + chunk]);
     const int64_t s = kHalves ? 2 * chunk : chunk, next = kHalves && s + 1 < job.sections ? s + 1 : s;
     const GroupVectors halves[2] = {load_group(job, tile, s / job.sections_per_group),
                                     load_group(job, tile, next / job.sections_per_group)};
@@ -128,9 +128,9 @@ template <int kWords, int kGroups>
 [[gnu::noinline]] void make_factors(const Job& job, int64_t tile, int64_t m, Fp4<kWords, kGroups>,
                                     typename Fp4<kWords, kGroups>::Factors* factors) {
   const __m512 of_rows = _mm512_mul_ps(fp4_row_factors(job, tile), _mm512_set1_ps(0.5f));
-  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk) {
     __m512 scale[4];
-    __m512 factor = _mm512_mul_ps(of_rows, _mm512_set1_ps(job.chunk_scales[m * job.chunks + chunk]));
+    __m512 factor = _mm512_mul_ps(of_rows, _mm512_set1_ps(job.fixed_point.scales[m * job.fixed_point.chunks + chunk]));
     for (int i = 0; i < kGroups; ++i) {
       scale[i] = _mm512_mul_ps(load_fp4_scales(job, tile, least(kGroups * chunk + i, job.groups - 1)), factor);
     }
@@ -205,7 +205,7 @@ template <typename W, int kTiles>
 void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors* factors, WeightStream stream) {
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
   const int8_t* x[kMaxWords] = {};
-  for (int w = 0; w <= W::kWords; ++w) x[w] = job.fixed_point[w] + m * job.tiles_k * 2 * kTileK;
+  for (int w = 0; w <= W::kWords; ++w) x[w] = job.fixed_point.bytes[w] + m * job.tiles_k * 2 * kTileK;
   __m512 sums[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) sums[row] = _mm512_setzero_ps();
@@ -222,8 +222,8 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors
     add_tiles<W, 1, false>(weight, x, t, factors[chunk], sums);
   }
   // Additional words in a separate loop, so that the loop above has enough registers.
-  const uint8_t* chunk_words = job.chunk_words + m * job.chunks;
-  for (chunk = 0; (job.remarks[m] & kHasMoreWords) != 0 && chunk < job.chunks; ++chunk) {
+  const uint8_t* chunk_words = job.fixed_point.chunk_words + m * job.fixed_point.chunks;
+  for (chunk = 0; (job.remarks[m] & kHasMoreWords) != 0 && chunk < job.fixed_point.chunks; ++chunk) {
     if (chunk_words[chunk] == W::kWords) continue;
     const int64_t end = least((chunk + 1) * kTiles, job.tiles_k);
     for (t = chunk * kTiles; t < end; ++t) add_tiles<W, 1, true>(weight, x, t, factors[chunk], sums);
@@ -254,7 +254,7 @@ template <typename W, int kTiles>
 void run(const Job& job, int64_t begin, int64_t end) {
   using Row = typename W::Factors;
   const uint8_t* begin_weight = job.weight + begin * job.tiles_k * kTileBytes;
-  Row* factors = static_cast<Row*>(scratch(Scratch::kPanel, job.chunks * int64_t{sizeof(Row)}));
+  Row* factors = static_cast<Row*>(scratch(Scratch::kPanel, job.fixed_point.chunks * int64_t{sizeof(Row)}));
   for (int64_t tile = begin; tile < end; ++tile) {
     for (int64_t m = 0; m < job.m; ++m) {
       make_factors(job, tile, m, W(), factors);

@@ -95,7 +95,7 @@ __m512 lane_sums(const __m512 (&rows)[kTileN]) {
 template <bool kHalves, bool kZeros, bool kXZeros, int kTiles>
 void run_tile(const Job& job, int64_t tile, int64_t m, const Int4Parameters* parameters, WeightStream stream) {
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
-  const int8_t* x = job.int8 + m * job.tiles_k * kTileK;
+  const int8_t* x = job.int8.values + m * job.tiles_k * kTileK;
   const int x_zero = kXZeros ? job.x_zeros[m] : 0;
   __m512 sums[kTileN];
 #pragma GCC unroll 16

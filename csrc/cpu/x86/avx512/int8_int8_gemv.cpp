@@ -69,7 +69,7 @@ void multiply_some(const Job& job, const uint8_t* const (&w)[kRowsW], int64_t m,
                    int32_t* out) {
   if constexpr (kM > 0) {
     if (job.m - m >= kM) {
-      const int8_t* x = job.int8 + m * job.tiles_k * kTileColumns;
+      const int8_t* x = job.int8.values + m * job.tiles_k * kTileColumns;
       return multiply<kM, kFetch>(job, w, x, begin, end, out + m * kTileRows);
     }
     multiply_some<kFetch, kM - 1>(job, w, m, begin, end, out);
