@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import runpy
 import subprocess
 import sys
 import types
@@ -171,6 +172,13 @@ def test_every_operator_has_a_function_of_its_arguments(operator: str) -> None:
         assert parameters[name].annotation == expected, name
     results = ", ".join("Tensor" for _ in OPERATORS[operator].returns) or "None"
     assert inspect.signature(function).return_annotation == (f"tuple[{results}]" if "," in results else results)
+
+
+def test_the_stub_of_the_raw_operators_is_that_of_their_schemas() -> None:
+    """Run `python tools/stubs.py` after a change of a schema."""
+    stubs = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "stubs.py"))
+    assert stubs["STUB"].read_text() == stubs["text"]()
+    assert qao.ops.raw.int4_mm is torch.ops.qao.int4_mm and "int4_mm" in dir(qao.ops.raw)
 
 
 def test_an_argument_under_its_old_name_warns() -> None:

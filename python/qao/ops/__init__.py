@@ -1,8 +1,9 @@
 """Python functions of the operators, with gradients for the operators used in training.
 
-``torch.ops.qao.*`` are the raw operators, without autograd. This package has a function with the same name and
-arguments for each. The GEMMs, ``add_rms_norm``, ``silu_mul``, ``swiglu``, ``expert_topk`` and ``expert_sum`` are
-differentiable. Sizes everywhere: M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
+``torch.ops.qao.*`` are the raw operators, without autograd; the module ``raw`` has the same, with types for editors and
+type checkers. This package has a function with the same name and arguments for each. The GEMMs, ``add_rms_norm``,
+``silu_mul``, ``swiglu``, ``expert_topk`` and ``expert_sum`` are differentiable. Sizes everywhere: M tokens,
+N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
 
 Arguments and result that all dense GEMMs (``*_mm``) share:
     x: [..., K], float32, float16 or bfloat16; any strides.
@@ -55,6 +56,7 @@ from .gguf import (
     gguf_embedding,
     gguf_mm,
 )
+from . import raw  # noqa: F401  # a public module
 from . import fake, vmap  # noqa: F401  # register fake kernels and vmap rules of the operators above
 from .dequantize import (
     dequantize_fp8,
