@@ -18,7 +18,7 @@
 <!-- bench:sglang:h200 -->, <!-- bench:sglang_layouts:h200 -->,
 <!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x4 -->
 <!-- bench:experts:h200 -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
-<!-- bench:sm90_skinny:h200 -->, <!-- bench:sm90_ws:h200 -->, <!-- bench:sm80_mma:h200 -->    the cells of a kernel body
+<!-- bench:sm90_skinny:h200 -->, <!-- bench:sm90_ws:h200 --> …    the cells of a kernel family
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 """
 

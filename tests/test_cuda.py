@@ -131,7 +131,7 @@ def test_few_tokens_of_large_layers(n: int, k: int, x_dtype: torch.dtype, fmt: I
     for m in (1, 2, 3, 4, 8, 9, 13, 16):
         x = randn(m, k, dtype=x_dtype, device="cuda", seed=m)
         if x_dtype == torch.bfloat16:
-            x[-1] *= 2.0**90  # past what these bodies have room for: computed once more
+            x[-1] *= 2.0**90  # past what these kernels have room for: computed once more
         check_product(INT4.mm(x, weight, bias), x, weight, bias)
 
 
