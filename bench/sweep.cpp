@@ -342,7 +342,7 @@ double measure(const gemm::Problem& problem, const gemm::Plan& plan, const Opera
 }
 
 bool same(const gemm::Plan& a, const gemm::Plan& b) {
-  return a.body == b.body && a.config == b.config && a.tile_n == b.tile_n && a.splits_last == b.splits_last &&
+  return a.family == b.family && a.config == b.config && a.tile_n == b.tile_n && a.splits_last == b.splits_last &&
          a.split_k == b.split_k && a.ctas == b.ctas && a.shared_bytes == b.shared_bytes;
 }
 

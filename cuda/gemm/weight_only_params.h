@@ -11,6 +11,15 @@
 
 namespace qao::gemm {
 
+// A fused RMSNorm(x + residual) (sm90_skinny/prologue_rmsnorm.cuh). Null unless Problem::normed.
+struct NormParams {
+  const void* residual;  // [m, k], or null
+  int64_t residual_stride;
+  const void* weight;  // [k], or null
+  void* sum;           // [m, k] output: x + residual
+  float eps;
+};
+
 struct Int4Params {
   const void* x;  // [m, parts * part_stride] 16-bit
   int64_t x_stride;
@@ -31,12 +40,7 @@ struct Int4Params {
   bool fp4, divided;  // weights are fp4 codes; the last rows of scales hold the divisor (NVFP4)
   DType scale_dtype, bias_dtype, y_dtype;
   int split_k;
-  // Inputs of a fused RMSNorm(x + residual) (sm90_skinny/prologue_rmsnorm.cuh). Null unless Problem::normed.
-  const void* residual;  // [m, k], or null
-  int64_t residual_stride;
-  const void* norm_weight;  // [k], or null
-  void* sum;                // [m, k] output: x + residual
-  float eps;
+  NormParams norm;
 };
 
 inline int group_shift_of(int64_t group_size, int64_t k) {
@@ -71,10 +75,7 @@ inline Int4Params int4_params(const Problem& problem, const Plan& plan, const Ar
   p.bias_dtype = problem.bias_dtype;
   p.y_dtype = problem.x_dtype;
   p.split_k = plan.split_k;
-  p.residual = arguments.residual, p.residual_stride = arguments.residual_stride;
-  p.norm_weight = arguments.norm_weight;
-  p.sum = arguments.sum;
-  p.eps = arguments.eps;
+  p.norm = {arguments.residual, arguments.residual_stride, arguments.norm_weight, arguments.sum, arguments.eps};
   return p;
 }
 

@@ -300,8 +300,8 @@ __device__ __forceinline__ void run(const Params& p, const SmemXParams& d, const
       ptx::prefetch_l2(scales + second * d.next_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
     }
   }
-  if (d.normed && p.norm_weight != nullptr && threadIdx.x == 32 && blockIdx.x < 4) {
-    ptx::prefetch_l2(p.norm_weight, p.k * 2);
+  if (d.normed && p.norm.weight != nullptr && threadIdx.x == 32 && blockIdx.x < 4) {
+    ptx::prefetch_l2(p.norm.weight, p.k * 2);
   }
   auto ahead = cta.first();
   uint32_t stage = cta.ring;

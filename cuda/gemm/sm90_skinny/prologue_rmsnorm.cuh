@@ -31,7 +31,7 @@ struct Factors {
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-    const float mean = __fdividef(sum, p.k) + p.eps;
+    const float mean = __fdividef(sum, p.k) + p.norm.eps;
     if (lane == 0) ptx::store_shared_float(base + token * 4, mean > 0x1p-100f && mean < 0x1p100f ? rsqrtf(mean) : NAN);
   }
 };
@@ -127,8 +127,8 @@ class NormedX : public Units<__nv_bfloat16, threads, kNormedBatch> {
     for (int i = 0; i < kNormedBatch; ++i) {
       const int column = this->column(i);
       from_[i] = this->address(p.x, token[i] * p.x_stride + column);
-      residual_from_[i] = this->address(p.residual, token[i] * p.residual_stride + column);
-      weight_from_[i] = this->address(p.norm_weight, column);
+      residual_from_[i] = this->address(p.norm.residual, token[i] * p.norm.residual_stride + column);
+      weight_from_[i] = this->address(p.norm.weight, column);
     }
   }
   __device__ __forceinline__ void load() {
@@ -137,8 +137,8 @@ class NormedX : public Units<__nv_bfloat16, threads, kNormedBatch> {
     for (int i = 0; i < kNormedBatch; ++i) {
       if (!this->exists(i)) continue;
       x_[i].template load<true>(from_[i], 0, kAll);
-      if (p.residual != nullptr) residual_[i].template load<true>(residual_from_[i], 0, kAll);
-      if (p.norm_weight != nullptr) weight_[i].template load<true, true>(weight_from_[i], 0, kAll);
+      if (p.norm.residual != nullptr) residual_[i].template load<true>(residual_from_[i], 0, kAll);
+      if (p.norm.weight != nullptr) weight_[i].template load<true, true>(weight_from_[i], 0, kAll);
     }
   }
   // All lanes of a warp must call this.
@@ -148,9 +148,9 @@ class NormedX : public Units<__nv_bfloat16, threads, kNormedBatch> {
     for (int i = 0; i < kNormedBatch; ++i) {
       float squares = 0;
       if (this->exists(i)) {
-        if (p.residual != nullptr) x_[i].add(residual_[i]);
+        if (p.norm.residual != nullptr) x_[i].add(residual_[i]);
         if (blockIdx.x == 0) {
-          x_[i].template store<true>(static_cast<__nv_bfloat16*>(p.sum) + static_cast<int64_t>(token[i]) * p.k,
+          x_[i].template store<true>(static_cast<__nv_bfloat16*>(p.norm.sum) + static_cast<int64_t>(token[i]) * p.k,
                                      this->column(i), p.k);
         }
         float value[quantize::kVector], weight[quantize::kVector];
@@ -159,7 +159,7 @@ class NormedX : public Units<__nv_bfloat16, threads, kNormedBatch> {
 #pragma unroll
         for (int c = 0; c < quantize::kVector; ++c) {
           squares = fmaf(value[c], value[c], squares);
-          if (p.norm_weight != nullptr) value[c] *= weight[c];
+          if (p.norm.weight != nullptr) value[c] *= weight[c];
         }
         Vector product;
         product.pack(value);
@@ -183,25 +183,25 @@ template <typename T>
 class FewX {
  public:
   __device__ __forceinline__ FewX(const Params& params, int token) : p(params), token_(token) {
-    if (p.sum == nullptr) return;
+    if (p.norm.sum == nullptr) return;
     double squares = 0;
     for (int k = threadIdx.x % 32; k < p.k; k += 32) squares += static_cast<double>(sum(k)) * sum(k);
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(kAllLanes, squares, distance);
-    factor_ = 1 / sqrt(squares / p.k + p.eps);
+    factor_ = 1 / sqrt(squares / p.k + p.norm.eps);
   }
   __device__ __forceinline__ float operator()(int k) const {
-    if (p.sum == nullptr) return sum(k);
-    const float weight = p.norm_weight == nullptr ? 1 : load_float(p.norm_weight, k, DType::kBFloat16);
+    if (p.norm.sum == nullptr) return sum(k);
+    const float weight = p.norm.weight == nullptr ? 1 : load_float(p.norm.weight, k, DType::kBFloat16);
     return static_cast<float>(sum(k) * factor_) * weight;
   }
 
  private:
   __device__ __forceinline__ float sum(int k) const {
     const float x = load_float(p.x, token_ * p.x_stride + k, Half<T>::kDType);
-    if (p.residual == nullptr) return x;
+    if (p.norm.residual == nullptr) return x;
     return __bfloat162float(
-        __float2bfloat16_rn(x + load_float(p.residual, token_ * p.residual_stride + k, DType::kBFloat16)));
+        __float2bfloat16_rn(x + load_float(p.norm.residual, token_ * p.norm.residual_stride + k, DType::kBFloat16)));
   }
 
   const Params& p;
