@@ -1,4 +1,4 @@
-// The portable grouped-GEMM kernels as grouped_launch.cu sees them.
+// Signatures of the portable grouped-GEMM kernels.
 // They take the parameters of a dense kernel, set for expert 0, and a routing.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Planning of portable grouped GEMMs.
+// Heuristics of portable grouped GEMMs.
 // Tile and number of CTAs depend only on the numbers of rows and experts.
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-// Planning of the portable W4A16 kernels.
+// Heuristics of the portable W4A16 kernels.
 #include <algorithm>
 
 #include "common/integers.h"

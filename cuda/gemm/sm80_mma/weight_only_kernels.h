@@ -1,4 +1,4 @@
-// The portable W4A16 kernels for int4 and fp4 weights, as weight_only_launch.cu sees them.
+// Signatures of the portable W4A16 kernels for int4 and fp4 weights.
 #pragma once
 
 #include "gemm/weight_only_params.h"

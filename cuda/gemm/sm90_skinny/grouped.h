@@ -1,4 +1,4 @@
-// Grouped GEMMs on the kernels of mainloop_ring_x.cuh and mainloop_tma_x.cuh, as launch.cu sees them.
+// Tiles, parameters and signatures of grouped GEMMs on the kernels of mainloop_ring_x.cuh and mainloop_tma_x.cuh.
 #pragma once
 
 #include <algorithm>

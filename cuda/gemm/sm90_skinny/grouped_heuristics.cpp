@@ -1,4 +1,4 @@
-// Planning of grouped GEMMs on the skinny-GEMM kernels.
+// Heuristics of grouped GEMMs on the skinny-GEMM kernels.
 #include <algorithm>
 #include <iterator>
 

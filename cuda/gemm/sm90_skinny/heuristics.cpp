@@ -1,4 +1,4 @@
-// Planning of the skinny-GEMM kernels.
+// Heuristics of the skinny-GEMM kernels.
 #include "gemm/sm90_skinny/heuristics.h"
 
 #include <algorithm>

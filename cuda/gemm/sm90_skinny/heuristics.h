@@ -1,4 +1,4 @@
-// Planning of the skinny-GEMM kernels, host code only.
+// Heuristics of the skinny-GEMM kernels, host code only.
 // A plan function returns false if another kernel family is faster or nothing fits.
 #pragma once
 

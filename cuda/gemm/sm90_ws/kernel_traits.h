@@ -1,5 +1,5 @@
-// CTA tiles, format combinations (the rows of formats.inc) and shared-memory layout of the WGMMA kernels, shared with
-// plan(). Pure host code and constants.
+// CTA tiles, format combinations and shared-memory layout of the WGMMA kernels.
+// Pure host code and constants, shared with plan(). formats.inc has the combinations.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Launch of dense WGMMA kernels.
+// Launch and instantiations of dense sm90_ws.
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "gemm/launch.h"

@@ -1,4 +1,4 @@
-// Kernel traits, pipeline, tile scheduler, and the producer warps.
+// Producer warps: TMA loads of x and W, conversion of scales, and values per token.
 #pragma once
 
 #include <type_traits>
@@ -6,176 +6,15 @@
 #include "common/convert.cuh"
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
-#include "common/wgmma.cuh"
 #include "gemm/sm90_ws/dequant_fp4.cuh"
 #include "gemm/sm90_ws/dequant_int4.cuh"
 #include "gemm/sm90_ws/dequant_two_level.cuh"
-#include "gemm/sm90_ws/kernel_traits.h"
-#include "gemm/sm90_ws/moe_tile_table.cuh"
 #include "gemm/sm90_ws/params.h"
+#include "gemm/sm90_ws/pipeline.cuh"
+#include "gemm/sm90_ws/tile_scheduler.cuh"
 #include "layout/int4.h"
 
 namespace qao::gemm::sm90_ws {
-
-// T: MMA type, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3 or E5m2. `columns`: promotion needs a value per token,
-// a scale or a sum of x.
-template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool ping_pong,
-          bool grouped = false>
-struct Kernel {
-  using T = T_;
-  using Product = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
-  static constexpr Format kWeight = weight;
-  static constexpr Fold kFold = fold;
-  static constexpr bool kFolds = fold != Fold::kNone, kColumns = columns;
-  static constexpr bool kFloatX =
-      !std::is_same_v<T, int8_t> && !std::is_same_v<T, qao::wgmma::E4m3> && !std::is_same_v<T, qao::wgmma::E5m2>;
-  static constexpr bool kPacked = is_packed(weight), kFromRegisters = kFloatX || kPacked;
-  static constexpr bool kScalesOperand =
-      kPacked && kFloatX && !kFolds;  // int4 and fp4 are multiplied by their scales in T
-  static constexpr bool kGroups = fold == Fold::kGroup;
-  // int4 with int8 x: multiplied by integers per group, in int8; with e4m3 x: by powers of two, in e5m2
-  static constexpr bool kRowScales = kPacked && !kFloatX && !kGroups;
-  // int4 with e4m3 x: codes minus integer zero points
-  static constexpr bool kCentred = kPacked && std::is_same_v<T, qao::wgmma::E4m3>;
-  static constexpr bool kMakesScales = kScalesOperand || kRowScales;  // three warps convert scales, one stage ahead
-  static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
-  static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // a warpgroup has 64 tokens; else it has 64 rows of W
-  static constexpr bool kOneHalf = kFolds && tokens == 256;       // registers for products of half of the tokens only
-  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped, fold == Fold::kPromote};
-  static constexpr Tile kTile{rows, tokens, ping_pong};
-  static constexpr bool kPingPong = ping_pong, kGrouped = grouped;
-  static constexpr int kSharers = kTile.sharers();
-  using Params = std::conditional_t<grouped, GroupedParams, sm90_ws::Params>;
-  static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // 64-row parts per warpgroup
-  static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
-  static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes per token
-  static constexpr int kSteps = kAtoms * kAtomSteps;                           // WGMMAs, 32 bytes per token each
-  static constexpr Stage kStage{kTraits, kTile, grouped};
-  static constexpr int kWarpgroups = kTile.warpgroups(), kConsumerThreads = kWarpgroups * 128,
-                       kThreads = kConsumerThreads + kProducerThreads;
-  // All threads start with equal register counts; consumers take exactly the registers that producers give up.
-  static constexpr int kProducerRegisters = kMakesScales ? 56 : 40;
-  static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kMakesScales ? 224 : 232;
-  static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
-  static constexpr int kPanel = 2048 / tokens;  // token tiles per panel
-  static constexpr int kEndRows = expert_end_rows(tokens);
-};
-
-// Pipeline: the ring of stages and the position of a role in it. A stage has three mbarriers and a word that flags
-// scales with a rest (RowScale).
-template <typename K>
-struct Ring {
-  uint32_t data;  // shared address
-  int stage = 0, parity = 0;
-
-  __device__ __forceinline__ uint32_t address() const { return data + stage * K::kStage.bytes; }
-  __device__ __forceinline__ uint32_t arrived() const { return data + K::kStage.barriers + stage * 8; }
-  __device__ __forceinline__ uint32_t released() const { return arrived() + kBarrierBytes; }
-  __device__ __forceinline__ uint32_t scales_arrived() const { return arrived() + 2 * kBarrierBytes; }
-  __device__ __forceinline__ uint32_t rest() const { return arrived() + 3 * kBarrierBytes; }
-  __device__ __forceinline__ void advance() {
-    if (++stage == K::kStage.count) stage = 0, parity ^= 1;
-  }
-  __device__ __forceinline__ void skip(int stages) {  // any number
-    stage += stages;
-    parity ^= stage / K::kStage.count & 1;
-    stage %= K::kStage.count;
-  }
-  __device__ __forceinline__ void advance(int stages) {  // at most the number of stages
-    stage += stages;
-    if (stage >= K::kStage.count) stage -= K::kStage.count, parity ^= 1;
-  }
-};
-
-// Consumer warpgroups with rows of W in this tile.
-__device__ __forceinline__ int warpgroups(const Params& p) {
-  return (p.tile_rows + kWarpgroupRows - 1) / kWarpgroupRows;
-}
-
-// Tile of y, and the k-tiles of this CTA, counted across all parts of x. Rasterization is in panels of 2048 tokens;
-// inside a panel, the token tiles of one row tile are consecutive. Weights are then read from L2 within a panel, and x
-// stays in L2 between row tiles.
-struct Place {
-  int row_block, token_block, begin, end;
-  int split_k;      // CTAs of a cluster that split K
-  ExpertRows rows;  // grouped: rows of the tile's expert
-};
-template <typename K>
-__device__ __forceinline__ int64_t first_token(const Place& at) {
-  return (K::kGrouped ? at.rows.begin : 0) + static_cast<int64_t>(at.token_block) * K::kTokens;
-}
-template <typename K>
-__device__ __forceinline__ int64_t last_token(const Params& p, const Place& at) {  // exclusive
-  return K::kGrouped ? at.rows.end : p.m;
-}
-// Offset of an expert in an array with `size` elements per expert.
-template <typename K>
-__device__ __forceinline__ int of_expert(const Place& at, int size) {
-  return K::kGrouped ? at.rows.expert * size : 0;
-}
-// a / b without a division in the common cases. Division is slow, and latency before a CTA's first load adds to every
-// call.
-__device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : b == 1 ? a : a / b; }
-// Position of tile `tile` in the panels of one GEMM.
-template <typename K>
-__device__ __forceinline__ void place_in_panel(const Params& p, int tile, int token_blocks, Place* at) {
-  const int panel = quotient(tile, K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
-  const int width = min(K::kPanel, token_blocks - panel * K::kPanel);
-  at->row_block = quotient(inside, width);
-  at->token_block = panel * K::kPanel + inside - at->row_block * width;
-}
-// Tile of scheduler step `turn`. Past Params::whole_tiles, each tile has two steps, one per CTA of the pair that splits
-// K.
-template <typename K>
-__device__ __forceinline__ Place place(const Params& p, uint32_t shared, int turn) {
-  const int steps = p.parts * p.k_tiles;
-  Place at{0, 0, 0, steps, 1, {}};
-  if constexpr (K::kGrouped) {
-    const Routing& r = static_cast<const GroupedParams&>(p).routing;
-    const ExpertTiles of = find_expert(r, shared + K::kStage.table, turn, p.row_blocks);
-    place_in_panel<K>(p, turn - of.first_tile * p.row_blocks, of.tiles, &at);
-    at.rows = of.rows;
-  } else {
-    const bool whole = turn < p.whole_tiles;
-    place_in_panel<K>(p, whole ? turn : p.whole_tiles + (turn - p.whole_tiles) / kLastSplit, p.token_blocks, &at);
-    at.split_k = whole ? p.split_k : kLastSplit;
-    const int part = at.split_k > 1 ? ptx::cluster_rank() : 0;
-    at.begin = quotient(steps * part, at.split_k), at.end = quotient(steps * (part + 1), at.split_k);
-  }
-  if constexpr (K::kPingPong) at.row_block = at.row_block * kPingPongCluster + ptx::cluster_rank();
-  return at;
-}
-// First scheduler step of this CTA.
-template <typename K>
-__device__ __forceinline__ int first_turn(const Params& p) {
-  return K::kPingPong || p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
-}
-template <typename K>
-__device__ __forceinline__ int turn_step(const Params& p) {
-  return K::kPingPong || p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
-}
-template <typename K>
-__device__ __forceinline__ int turns(const Params& p, uint32_t shared) {
-  if constexpr (K::kGrouped) {
-    return all_of_experts(static_cast<const GroupedParams&>(p).routing, shared + K::kStage.table).tiles * p.row_blocks;
-  }
-  return p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
-}
-// `shared`: shared-memory address of the CTA.
-template <typename K, typename Work>
-__device__ __forceinline__ void for_each_tile(const Params& p, uint32_t shared, const Work& work) {
-  const int end = turns<K>(p, shared), step = turn_step<K>(p);
-  for (int turn = first_turn<K>(p); turn < end; turn += step) work(place<K>(p, shared, turn));
-}
-// First row of W of a tile, or first row tile of a packed W.
-template <typename K>
-__device__ __forceinline__ int weight_row(const Params& p, const Place& at) {
-  if constexpr (K::kPacked) {
-    const int row_tiles = (p.n + int4::kTileN - 1) / int4::kTileN;
-    return of_expert<K>(at, row_tiles) + at.row_block * (p.tile_rows / int4::kTileN);
-  }
-  return of_expert<K>(at, p.n) + at.row_block * p.tile_rows;
-}
 
 // Whether k-tile `at` is the last of its group.
 __device__ __forceinline__ bool ends_group(const Params& p, int at) {
