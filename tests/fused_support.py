@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from checkpoint_support import ORDERS, words
 from qao.ops import reference
+from qao.schemes.base import _host
 from torch import Tensor
 from torch.nn import functional
 
@@ -143,9 +144,10 @@ def check_rounded(
     same: bool = True,
 ) -> None:
     """Checks that y is as near to exact GEMMs as loops that round activations in the same way. If the activations of y
-    have the ``same`` scales, y and the loops differ by bfloat16's rounding only."""
+    have the ``same`` scales, y and the loops differ by bfloat16's rounding only, with AMX also of W in short groups."""
     exact, plain = expected(dense, *given, torch.float64), expected(dense, *given, DTYPE, *activations)
     error, of_loops = (y - exact).norm(), (plain - exact).norm()
     assert error <= 1.2 * of_loops, (error, of_loops)
     if same:
-        assert (y - plain).norm() <= 0.4 * of_loops, ((y - plain).norm(), of_loops)
+        amx = _host is not None and _host.cpu_features()["selected"] == "amx"
+        assert (y - plain).norm() <= (0.6 if amx else 0.4) * of_loops, ((y - plain).norm(), of_loops)

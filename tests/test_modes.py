@@ -172,11 +172,12 @@ def test_calibrate_is_the_same_in_every_mode_but_autocast(scheme: qao.Scheme, me
 
     base, data = blocks(device), samples(device)
     expected = calibrated(copy.deepcopy(base))
+    activations = base(data[0])
     for name in UNCAST:
-        if device == "cuda" and name in ("medium", "tf32"):  # the model itself then gives other activations
-            continue
         model = copy.deepcopy(base)
         with MODES[name](device):
+            if name in ("medium", "tf32") and not torch.equal(base(data[0]), activations):
+                continue  # GPUs, and CPUs with bfloat16 instructions
             before = settings()
             calibrated(model)
             assert settings() == before, name
