@@ -275,6 +275,9 @@ struct Blocks<kIq4Xs> {
   }
 };
 
+template <Type kType>
+constexpr int64_t kUnitBytes = kUnit / Blocks<kType>::kColumns * Blocks<kType>::kBytes;
+
 // Columns that have one scale.
 constexpr int scale_columns(Type type) { return type == kQ2_K || type == kQ3_K || type == kQ6_K ? 16 : 32; }
 

@@ -12,16 +12,9 @@ namespace {
 
 using namespace gguf;
 
-// Offset of the nibbles in eight blocks of 32 columns, and their distance; 0: no nibbles in that order.
+// Whether codes have four bits.
 template <Type kType>
-constexpr int kNibblesAt = kType == kQ4_0 || kType == kIq4Nl ? 2
-                           : kType == kQ4_1                  ? 4
-                           : kType == kIq4Xs                 ? 8
-                                                             : 0;
-template <Type kType>
-constexpr int kNibblesStride = kType == kIq4Xs ? 16 : Blocks<kType>::kBytes;
-template <Type kType>
-constexpr bool kHasTable = kNibblesAt<kType> > 0 || kType == kQ4_K;
+constexpr bool kHasTable = kType == kQ4_0 || kType == kQ4_1 || kType == kIq4Nl || kType == kIq4Xs || kType == kQ4_K;
 
 // The number of each nibble, before scale and minimum.
 template <Type kType>
@@ -34,12 +27,13 @@ inline __m512 numbers_of_nibbles() {
 // Indices of 32 columns in the table of their block, number `block` of eight.
 template <Type kType>
 inline __m512i indices(const uint8_t* bytes, int block) {
+  constexpr int kAt = Unpack<kType>::kNibblesAt;
   if constexpr (kType == kQ4_K) {
-    const uint8_t* both = bytes + 16 + block / 2 * 32;
+    const uint8_t* both = bytes + kAt + block / 2 * 32;
     const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(both)));
     return block % 2 == 0 ? words : _mm512_srli_epi16(words, 4);
   } else {
-    const __m128i both = load128(bytes + block * kNibblesStride<kType> + kNibblesAt<kType>);
+    const __m128i both = load128(bytes + block * (kType == kIq4Xs ? 16 : Blocks<kType>::kBytes) + kAt);
     const __m512i words = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(both));
     return _mm512_srlv_epi16(words, in_halves(0, 4));
   }
@@ -51,23 +45,14 @@ struct Gguf {
   static constexpr bool kHalves = false, kSectioned = false, kScaledX = false;
   static constexpr int64_t kFewTiles = 2;
 
-  // Rows past N repeat the last one; their results are not written. Zeros past K.
   template <int kN, bool kWholeK>
   static void expand(const Job& job, int64_t tile_n, int, const Section& section, uint16_t* out) {
-    using B = Blocks<kType>;
-    constexpr int64_t kBytes = kUnit / B::kColumns * B::kBytes;
-    const int64_t unit = section.tile * kTileK / kUnit, left = job.row_bytes - unit * kBytes;
-    const int64_t next = kWholeK && left > kBytes ? kBytes : kN * kTileN * job.row_bytes;
+    constexpr int64_t kRows = kN * kTileN;  // to the next data of a row's place
+    const int64_t unit = section.tile * kTileK / kUnit;
+    const int64_t next = kWholeK ? next_unit<kType>(job, unit, kRows) : kRows * job.row_bytes;
     for (int64_t r = 0; r < kTileN; ++r) {
-      const uint8_t* bytes = job.weight + least(tile_n * kTileN + r, job.n - 1) * job.row_bytes + unit * kBytes;
-      for (int64_t at = 0; at < kBytes; at += 64) _mm_prefetch(bytes + next + at, _MM_HINT_T1);
-      uint8_t padded[kBytes];
-      if (left < kBytes) [[unlikely]] {
-        std::memset(padded, 0, kBytes);
-        std::memcpy(padded, bytes, static_cast<size_t>(left));
-        bytes = padded;
-      }
-      expand_row(bytes, out + r * 32);
+      uint8_t padded[kUnitBytes<kType>];
+      expand_row(unit_of_row<kType>(job, tile_n * kTileN + r, unit, next, padded), out + r * 32);
     }
   }
 
@@ -77,20 +62,12 @@ struct Gguf {
  private:
   // One row of the A tiles of 256 columns.
   __attribute__((always_inline)) static void expand_row(const uint8_t* bytes, uint16_t* out) {
-    using U = Unpack<kType>;
-    constexpr bool kHasMinima = Blocks<kType>::kHasMinima;
     Unit unit;
-    U::unpack(bytes, &unit);
-    // By segment, or by pair of segments.
-    alignas(64) float scales[kUnitSegments], minima[kUnitSegments];
-    _mm512_store_ps(scales, unit.scales);
-    if constexpr (kHasMinima) {
-      _mm512_store_ps(minima, U::kPairs ? _mm512_shuffle_f32x4(unit.scales, unit.scales, 0xEE) : unit.minima);
-    }
+    Unpack<kType>::unpack(bytes, &unit);
+    const SegmentScales<kType> scales(unit);
     const auto weights = [&](__m512 numbers, int segment) __attribute__((always_inline)) {
-      const int at = U::kPairs ? segment / 2 : segment;
-      if constexpr (!kHasMinima) return _mm512_mul_ps(numbers, _mm512_set1_ps(scales[at]));
-      return _mm512_fmsub_ps(numbers, _mm512_set1_ps(scales[at]), _mm512_set1_ps(minima[at]));
+      if constexpr (!Blocks<kType>::kHasMinima) return _mm512_mul_ps(numbers, scales.scale(segment));
+      return _mm512_fmsub_ps(numbers, scales.scale(segment), scales.minimum(segment));
     };
     const auto store = [&](int t, __m512i pairs) { _mm512_store_si512(out + t * kTileValues, pairs); };
     if constexpr (kHasTable<kType>) {
@@ -106,9 +83,7 @@ struct Gguf {
       __m512 values[kUnitSegments];
 #pragma GCC unroll 16
       for (int i = 0; i < kUnitSegments; ++i) {
-        const __m512i codes = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(unit.codes[i / 4], i % 4));
-        const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(Blocks<kType>::kOffset)));
-        values[kOrder.of[i]] = weights(numbers, kOrder.of[i]);
+        values[kOrder.of[i]] = weights(numbers_of<kType>(unit, i), kOrder.of[i]);
       }
 #pragma GCC unroll 8
       for (int t = 0; t < kUnitSegments / 2; ++t) {

@@ -92,14 +92,14 @@ __attribute__((always_inline)) inline __m256 multiply(const Unit& unit, const in
 template <Type kType, int kM>
 void run_row(const Job& job, int64_t n, int64_t m, int16_t* words) {
   using B = Blocks<kType>;
-  constexpr int64_t kUnitBytes = kUnit / B::kColumns * B::kBytes;
+  constexpr int64_t kBytes = kUnitBytes<kType>;
   __m256 sums[kM];
 #pragma GCC unroll 4
   for (int i = 0; i < kM; ++i) sums[i] = _mm256_setzero_ps();
   const uint8_t* row = job.weight + n * job.row_bytes;
   Unit unit;
-  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk, row += kUnitBytes) {
-    for (int64_t byte = 0; byte < kUnitBytes; byte += 64) {
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk, row += kBytes) {
+    for (int64_t byte = 0; byte < kBytes; byte += 64) {
       _mm_prefetch(reinterpret_cast<const char*>(row + kAheadBytes + byte), _MM_HINT_T1);
     }
     const int64_t columns = least(kUnit, job.k - chunk * kUnit);

@@ -10,33 +10,19 @@ using namespace gguf;
 template <Type kType>
 void dequantize(const uint8_t* row, int64_t k, DType dtype, void* out) {
   using B = Blocks<kType>;
-  using U = Unpack<kType>;
   constexpr Segments kOrder = segment_order(kType);
-  constexpr int64_t kBytes = kUnit / B::kColumns * B::kBytes;
-  for (int64_t first = 0; first < k; first += kUnit, row += kBytes) {
+  for (int64_t first = 0; first < k; first += kUnit, row += kUnitBytes<kType>) {
     const int64_t columns = least(kUnit, k - first);
-    uint8_t padded[kBytes];
-    const uint8_t* bytes = row;
-    if (columns < kUnit) {
-      std::memset(padded, 0, kBytes);
-      std::memcpy(padded, row, static_cast<size_t>(columns / B::kColumns * B::kBytes));
-      bytes = padded;
-    }
+    uint8_t padded[kUnitBytes<kType>];
     Unit unit;
-    U::unpack(bytes, &unit);
-    alignas(64) float scales[kUnitSegments], minima[kUnitSegments];
-    _mm512_store_ps(scales, unit.scales);
-    if constexpr (B::kHasMinima && !U::kPairs) _mm512_store_ps(minima, unit.minima);
+    Unpack<kType>::unpack(whole_unit<kType>(row, columns / B::kColumns * B::kBytes, padded), &unit);
+    const SegmentScales<kType> scales(unit);
 #pragma GCC unroll 16
     for (int i = 0; i < kUnitSegments; ++i) {
       const int segment = kOrder.of[i];
       if (segment * kSegment >= columns) continue;
-      const __m512i codes = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(unit.codes[i / 4], i % 4));
-      const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(B::kOffset)));
-      __m512 w = _mm512_mul_ps(_mm512_set1_ps(scales[U::kPairs ? segment / 2 : segment]), numbers);
-      if constexpr (B::kHasMinima) {
-        w = _mm512_sub_ps(w, _mm512_set1_ps(U::kPairs ? scales[8 + segment / 2] : minima[segment]));
-      }
+      __m512 w = _mm512_mul_ps(scales.scale(segment), numbers_of<kType>(unit, i));
+      if constexpr (B::kHasMinima) w = _mm512_sub_ps(w, scales.minimum(segment));
       qao::cpu::store16(out, first + segment * kSegment, dtype, w, 0xFFFF);
     }
   }

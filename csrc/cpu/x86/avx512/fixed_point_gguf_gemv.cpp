@@ -73,7 +73,7 @@ void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
   using B = Blocks<kType>;
   using U = Unpack<kType>;
   constexpr int kVectors = 4 / U::kScales;
-  constexpr int64_t kUnitBytes = kUnit / B::kColumns * B::kBytes;
+  constexpr int64_t kBytes = kUnitBytes<kType>;
   __m512i lanes[U::kScales];
   for (int c = 0; c < U::kScales; ++c) lanes[c] = lanes_of<kType>(c);
   const __m512i of_minima = _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
@@ -157,22 +157,19 @@ void run_rows(const Job& job, const Tail<kType>& tail, int64_t n, int64_t m) {
   const uint8_t* at[kRows];
   const int64_t whole = job.k / kUnit;
   for (int64_t chunk = 0; chunk < whole; ++chunk) {
-    for (int r = 0; r < kRows; ++r) at[r] = rows[r] + chunk * kUnitBytes;
+    for (int r = 0; r < kRows; ++r) at[r] = rows[r] + chunk * kBytes;
     prefetch(chunk);
     add_chunk.template operator()<U::kScales, false>(chunk, at);
   }
   if constexpr (B::kColumns < kUnit) {
     if (tail.columns > 0) {
       const uint8_t* end = job.weight + job.n * job.row_bytes;
-      const int64_t bytes = job.row_bytes - whole * kUnitBytes;
-      uint8_t padded[kRows][kUnitBytes];
+      const int64_t bytes = job.row_bytes - whole * kBytes;
+      uint8_t padded[kRows][kBytes];
       for (int r = 0; r < kRows; ++r) {
-        at[r] = rows[r] + whole * kUnitBytes;
-        if (at[r] + kUnitBytes > end) [[unlikely]] {
-          std::memset(padded[r], 0, kUnitBytes);
-          std::memcpy(padded[r], at[r], static_cast<size_t>(bytes));
-          at[r] = padded[r];
-        }
+        at[r] = rows[r] + whole * kBytes;
+        if (at[r] + kBytes > end) [[unlikely]]
+          at[r] = whole_unit<kType>(at[r], bytes, padded[r]);
       }
       prefetch(whole);
       constexpr int kHalf = U::kScales / 2;

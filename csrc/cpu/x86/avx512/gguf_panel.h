@@ -44,21 +44,12 @@ __attribute__((always_inline)) inline void expand_unit(const Job& job, int64_t t
   using namespace gguf;
   using B = Blocks<kType>;
   using U = Unpack<kType>;
-  constexpr int64_t kBytes = kUnit / B::kColumns * B::kBytes;
-  const int64_t left = job.row_bytes - unit * kBytes;
-  const int64_t next = left > kBytes ? kBytes : tiles * kTileRows * job.row_bytes - unit * kBytes;
+  const int64_t next = next_unit<kType>(job, unit, tiles * kTileRows);
   __m512i codes[4][kTileRows], scales[kTileRows], minima[kTileRows];
   for (int r = 0; r < kTileRows; ++r) {
-    const uint8_t* bytes = job.weight + least(tile_n * kTileRows + r, job.n - 1) * job.row_bytes + unit * kBytes;
-    for (int64_t at = 0; at < kBytes; at += 64) _mm_prefetch(bytes + next + at, _MM_HINT_T1);
-    uint8_t padded[kBytes];
-    if (left < kBytes) [[unlikely]] {
-      std::memset(padded, 0, kBytes);
-      std::memcpy(padded, bytes, static_cast<size_t>(left));
-      bytes = padded;
-    }
+    uint8_t padded[kUnitBytes<kType>];
     Unit row;
-    U::unpack(bytes, &row);
+    U::unpack(unit_of_row<kType>(job, tile_n * kTileRows + r, unit, next, padded), &row);
     for (int v = 0; v < 4; ++v) codes[v][r] = row.codes[v];
     scales[r] = _mm512_castps_si512(row.scales);
     if constexpr (B::kHasMinima && !U::kPairs) minima[r] = _mm512_castps_si512(row.minima);

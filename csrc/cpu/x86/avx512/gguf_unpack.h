@@ -1,7 +1,9 @@
 // Unpacking of GGUF blocks: 256 columns of a row of W as codes and scales. `static`: see numeric.h.
 #pragma once
 
+#include "cpu/gemm/job.h"
 #include "cpu/gguf_blocks.h"
+#include "cpu/parallel.h"
 #include "cpu/x86/avx512/simd.h"
 
 namespace qao::cpu::gguf {
@@ -31,6 +33,33 @@ inline __m512 join(__m256 low, __m256 high) { return _mm512_insertf32x8(_mm512_c
 
 template <Type kType>
 struct Unpack;
+
+// The bytes of 256 columns of which the first `left` exist, followed by zeros in `padded`.
+template <Type kType>
+inline const uint8_t* whole_unit(const uint8_t* bytes, int64_t left, uint8_t (&padded)[kUnitBytes<kType>]) {
+  if (left >= kUnitBytes<kType>) [[likely]]
+    return bytes;
+  std::memset(padded, 0, sizeof(padded));
+  std::memcpy(padded, bytes, static_cast<size_t>(left));
+  return padded;
+}
+
+// The bytes of columns [256 unit, + 256) of row n of W. Zeros past K. Rows past N repeat the last one; their results
+// are not written. Prefetches the bytes `ahead` of them.
+template <Type kType>
+__attribute__((always_inline)) inline const uint8_t* unit_of_row(const Job& job, int64_t n, int64_t unit, int64_t ahead,
+                                                                 uint8_t (&padded)[kUnitBytes<kType>]) {
+  constexpr int64_t kBytes = kUnitBytes<kType>;
+  const uint8_t* bytes = job.weight + least(n, job.n - 1) * job.row_bytes + unit * kBytes;
+  for (int64_t at = 0; at < kBytes; at += 64) _mm_prefetch(bytes + ahead + at, _MM_HINT_T1);
+  return whole_unit<kType>(bytes, job.row_bytes - unit * kBytes, padded);
+}
+// Bytes from there to the same row's next columns, or behind the last to the first of the row `rows` further.
+template <Type kType>
+inline int64_t next_unit(const Job& job, int64_t unit, int64_t rows) {
+  const int64_t at = unit * kUnitBytes<kType>;
+  return job.row_bytes - at > kUnitBytes<kType> ? kUnitBytes<kType> : rows * job.row_bytes - at;
+}
 
 // 32 words of 8 blocks of kBytes bytes, as indices into two of their three vectors: bytes 0, 64 and the last 64.
 template <int kBytes>
@@ -70,7 +99,7 @@ template <Type kType, int kAt>
 struct Nibbles {
   static constexpr int kScales = 2;
   static constexpr bool kPairs = true;
-  static constexpr int kBytes = Blocks<kType>::kBytes;
+  static constexpr int kNibblesAt = kAt, kBytes = Blocks<kType>::kBytes;
   using Of = Words<kBytes>;
   static constexpr Of kFirst = Of::runs(0, kAt), kSecond = Of::runs(4, kAt);
   static constexpr Of kNumbers = Of::numbers(false), kMore = Of::numbers(true);
@@ -143,7 +172,7 @@ struct Unpack<kQ8_0> {
 // Q4_K and Q5_K, nibbles at byte kAt.
 template <int kAt>
 struct SixBits {
-  static constexpr int kScales = 2;
+  static constexpr int kScales = 2, kNibblesAt = kAt;
   static constexpr bool kPairs = true;
   __attribute__((always_inline)) static void unpack(const uint8_t* p, Unit* unit) {
     const __m512i a = _mm512_loadu_si512(p + kAt), b = _mm512_loadu_si512(p + kAt + 64);
@@ -238,15 +267,38 @@ struct Unpack<kQ3_K> {
 };
 template <>
 struct Unpack<kIq4Xs> {
-  static constexpr int kScales = 2;
+  static constexpr int kScales = 2, kNibblesAt = 8;
   static constexpr bool kPairs = false;
   __attribute__((always_inline)) static void unpack(const uint8_t* p, Unit* unit) {
-    split(_mm512_loadu_si512(p + 8), unit->codes);
-    split(_mm512_loadu_si512(p + 72), unit->codes + 2);
+    split(_mm512_loadu_si512(p + kNibblesAt), unit->codes);
+    split(_mm512_loadu_si512(p + kNibblesAt + 64), unit->codes + 2);
     to_iq4(unit);
     unit->scales = load_scales<kIq4Xs>(p);
   }
 };
+
+// Scales and minima by segment.
+template <Type kType>
+struct SegmentScales {
+  using U = Unpack<kType>;
+  __attribute__((always_inline)) explicit SegmentScales(const Unit& unit) {
+    _mm512_store_ps(scales, unit.scales);
+    if constexpr (Blocks<kType>::kHasMinima) {
+      _mm512_store_ps(minima, U::kPairs ? _mm512_shuffle_f32x4(unit.scales, unit.scales, 0xEE) : unit.minima);
+    }
+  }
+  __m512 scale(int segment) const { return _mm512_set1_ps(scales[U::kPairs ? segment / 2 : segment]); }
+  __m512 minimum(int segment) const { return _mm512_set1_ps(minima[U::kPairs ? segment / 2 : segment]); }
+
+  alignas(64) float scales[kUnitSegments], minima[kUnitSegments];
+};
+
+// Codes of segment_order().of[i] minus the offset.
+template <Type kType>
+__attribute__((always_inline)) inline __m512 numbers_of(const Unit& unit, int i) {
+  const __m512i codes = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(unit.codes[i / 4], i % 4));
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(Blocks<kType>::kOffset)));
+}
 
 }  // namespace
 }  // namespace qao::cpu::gguf
