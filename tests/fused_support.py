@@ -136,6 +136,11 @@ def check(y: Tensor, dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor,
     assert error <= 2 * plain, (error, plain)
 
 
+def on_amx() -> bool:
+    """Whether kernels round W of short groups to bfloat16."""
+    return _host is not None and _host.cpu_features()["selected"] == "amx"
+
+
 def check_rounded(
     y: Tensor,
     dense: list[dict[str, Tensor]],
@@ -149,5 +154,4 @@ def check_rounded(
     error, of_loops = (y - exact).norm(), (plain - exact).norm()
     assert error <= 1.2 * of_loops, (error, of_loops)
     if same:
-        amx = _host is not None and _host.cpu_features()["selected"] == "amx"
-        assert (y - plain).norm() <= (0.6 if amx else 0.4) * of_loops, ((y - plain).norm(), of_loops)
+        assert (y - plain).norm() <= (0.6 if on_amx() else 0.4) * of_loops, ((y - plain).norm(), of_loops)

@@ -23,11 +23,8 @@ _TYPES = {
     "bool": "bool",
     "float": "float",
     "ScalarType": "torch.dtype",
-    "List[int]": "Sequence[int]",
     "List[float]": "Sequence[float]",
     "Optional[List[float]]": "Sequence[float] | None",
-    "List[Tensor]": "Sequence[Tensor]",
-    "List[Optional[Tensor]]": "Sequence[Tensor | None]",
 }
 
 
@@ -48,7 +45,7 @@ def _argument(argument: Any) -> str:
 
 
 def _result(returns: Any) -> str:
-    types = ["list[Tensor]" if str(one.type) == "List[Tensor]" else _TYPES[str(one.type)] for one in returns]
+    types = [_TYPES[str(one.real_type)] for one in returns]
     return types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
 
 

@@ -13,6 +13,7 @@ import pytest
 import qao
 import torch
 import vllm.compilation.backends as backends
+from fused_support import on_amx
 from qao.inductor.report import Report
 from qao.integrations.vllm import fusion
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ def test_norms_and_gates_become_part_of_the_operators(case: str, weight: bool, p
         assert result[0].shape == eager[0].shape and result[0].dtype == eager[0].dtype
         for one, other, right in zip(result, eager, exact, strict=True):
             error, of_eager = ((each.double() - right).norm() for each in (one, other))
-            assert error <= 1.3 * of_eager and of_eager < 0.1 * right.norm()
+            assert error <= (1.3 if on_amx() else 1.2) * of_eager and of_eager < 0.1 * right.norm()
 
 
 def test_a_norm_that_a_router_reads_too_stays() -> None:
