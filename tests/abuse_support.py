@@ -95,6 +95,11 @@ def _others(device: str) -> dict[str, Arguments]:
             **{"mask": torch.ones(5, 5, dtype=torch.bool, device=device), "scale": 0.25},
         },
         "gguf_mm": {"x": x[:, :192].float().cpu(), "weight": q8, "bias": bias.cpu(), "qtype": 8},
+        "gguf_grouped_mm": {
+            **{"x": x[:, :192].float().cpu(), "weight": torch.stack((q8, q8)), "qtype": 8},
+            **{"bias": torch.stack((bias, bias)).cpu(), "offsets": torch.tensor([1, 4], dtype=torch.int32)},
+            **{"row_index": torch.tensor([2, 0, 1, 0]), "row_scale": torch.ones(4)},
+        },
         "dequantize_gguf": {"weight": q8, "qtype": 8, "dtype": torch.float32},
         "gguf_embedding": {"ids": ids.cpu(), "weight": q8, "qtype": 8, "dtype": torch.float32},
         "int8_embedding": {
@@ -108,7 +113,8 @@ def _others(device: str) -> dict[str, Arguments]:
 
 DENSE = [op for op in (*PACKED, *BYTES) if op.endswith("_mm") and "scaled" not in op]
 GROUPED = [op.replace("_mm", "_grouped_mm") for op in (*DENSE, "fp4_mm")]
-ON_CPU = ("quantize_blocks", "quantize_fp4", "gguf_mm", "dequantize_gguf", "gguf_embedding")  # whatever the device
+# Whatever the device.
+ON_CPU = ("quantize_blocks", "quantize_fp4", "gguf_mm", "gguf_grouped_mm", "dequantize_gguf", "gguf_embedding")
 CALLS = (*PACKED, *BYTES, *GROUPED, *_others("cpu"))  # every operator
 
 

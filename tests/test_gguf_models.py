@@ -13,7 +13,6 @@ import qao
 import torch
 from qao.checkpoints import CheckpointError, open_checkpoint
 from qao.cli import main
-from qao.nn import QuantExperts
 from torch import Tensor, nn
 
 gguf: Any = pytest.importorskip("gguf")
@@ -140,8 +139,8 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
     return made
 
 
-def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32") -> Path:
-    """``kind``: the type of tensors of two and three dimensions."""
+def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32", up: str | None = None) -> Path:
+    """``kind``: the type of tensors of two and three dimensions; ``up``: that of the up projections of experts."""
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
     for name, key in KEYS.items():
@@ -168,7 +167,7 @@ def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32") ->
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(inner[f"{length}_factor"], np.float32))
     for name, tensor in plain_tensors(model, architecture).items():
         matrix = name.endswith("weight") and tensor.dim() > (2 if kind == "MXFP4" else 1) and "_inp" not in name
-        of = gguf.GGMLQuantizationType[kind if matrix else "F32"]
+        of = gguf.GGMLQuantizationType[(up if up and "up_exps" in name else kind) if matrix else "F32"]
         writer.add_tensor(name, gguf.quantize(tensor.float().contiguous().numpy(), of), raw_dtype=of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -215,35 +214,3 @@ def test_sliding_windows(tmp_path: Path) -> None:
     model.config.sliding_window = 8  # OLMo 3
     with pytest.raises(CheckpointError, match="olmo2 with a sliding window is not supported"):
         open_checkpoint(write(tmp_path / "olmo.gguf", model, "olmo2"))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_experts_are_quantized_with_a_scheme(tmp_path: Path) -> None:
-    """They are stacked in the file, in Q8_0 here, and named one by one."""
-    architecture, changes = MODELS["qwen3_moe"]
-    path = write(tmp_path / "model.gguf", float_model("qwen3_moe", changes), architecture, "Q8_0")
-    floats = qao.from_pretrained(path, dequantize=True)
-    with pytest.warns(UserWarning, match="12 of Q8_0"):  # gate, up and down of four blocks
-        as_stored = qao.from_pretrained(path, dtype=torch.float32)
-    made = qao.from_pretrained(path, scheme=qao.Int8WeightOnly())
-    assert sum(isinstance(one, QuantExperts) for one in made.modules()) == 4
-    experts, stored = (one.model.layers[3].mlp.experts for one in (floats, as_stored))
-    assert torch.equal(stored.gate_up_proj, experts.gate_up_proj) and torch.equal(stored.down_proj, experts.down_proj)
-    ids = torch.arange(24)[None]
-    with torch.inference_mode():
-        expected, logits = floats(ids).logits, made(ids).logits
-    assert 0 < (logits - expected).norm() < 0.1 * expected.norm()
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_experts_in_mxfp4_stay_in_four_bits(tmp_path: Path) -> None:
-    """As fp4, which has the same values, without a scheme."""
-    architecture, changes = MODELS["gpt_oss"]
-    path = write(tmp_path / "model.gguf", float_model("gpt_oss", changes), architecture, "MXFP4")
-    floats = qao.from_pretrained(path, dequantize=True, dtype=torch.float32)
-    model = qao.from_pretrained(path)
-    assert model.model.layers[0].mlp.experts.up.scheme == qao.Fp4WeightOnly() and model.dtype == torch.bfloat16
-    again = qao.dequantize_(qao.from_pretrained(path, dtype=torch.float32))
-    experts, expected = (one.model.layers[3].mlp.experts for one in (again, floats))
-    assert torch.equal(experts.gate_up_proj, expected.gate_up_proj)
-    assert torch.equal(experts.down_proj, expected.down_proj)

@@ -1,8 +1,9 @@
-"""gguf_mm, dequantize_gguf and gguf_embedding against float64 and the gguf package."""
+"""gguf_mm, gguf_grouped_mm, dequantize_gguf and gguf_embedding against float64 and the gguf package."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_several_weights_of_one_x() -> None:
         torch.testing.assert_close(ys, expected, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(RuntimeError, match=r"qao::_merged_gguf_mm: bias must .*index of the weight: 1"):
         torch.ops.qao._merged_gguf_mm(x, weights, [None, torch.ones(17), None], 12)
-    with pytest.raises(RuntimeError, match=r"qao::_merged_gguf_mm: weight and bias must be lists of one length"):
+    with pytest.raises(RuntimeError, match=r"qao::_merged_gguf_mm: the lists of tensors must have one length"):
         torch.ops.qao._merged_gguf_mm(x, weights, [None], 12)
 
 
@@ -198,6 +199,55 @@ def test_gradients_vmap_and_compile() -> None:
     torch.library.opcheck(torch.ops.qao.gguf_embedding.default, (torch.tensor([1]), weight, 13, torch.float16))
 
 
+@dtypes
+@qtypes
+def test_grouped_rows_are_those_of_their_expert(qtype: int, dtype: torch.dtype) -> None:
+    """The bits of gguf_mm for experts with 0, 1, 5 and 21 rows, gathered, and the last rows of no expert."""
+    weight, counts = random_weight(qtype, 4 * 34, 2).view(4, 34, -1), (5, 0, 21, 1)
+    generator = torch.Generator().manual_seed(qtype)
+    x = torch.randn(9, 2 * BLOCKS[qtype][0], generator=generator).mul(0.05).to(dtype)  # no gate overflows float16
+    index = torch.randint(9, (sum(counts) + 2,), generator=generator)
+    bias = torch.randn(4, 34, generator=generator)
+    offsets = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    y = qao.ops.gguf_grouped_mm(x, weight, bias, offsets, index, None, qtype)
+    rows = index.split([*counts, 2])
+    expected = [qao.ops.gguf_mm(x[rows[e]], weight[e], bias[e], qtype) for e in range(4)]
+    assert y.dtype == dtype and torch.equal(y, torch.cat((*expected, torch.zeros(2, 34, dtype=dtype))))
+
+    scales = torch.rand(len(index), generator=generator)
+    gated = qao.ops.gguf_grouped_mm(x, weight, bias, offsets, index, scales, qtype, gate=(1.0, math.inf, 0.0, False))
+    unscaled = qao.ops.silu_mul(*y.chunk(2, -1))
+    wanted = unscaled.double() * scales[:, None]
+    assert ((gated.double() - wanted).abs() <= wanted.abs() * 2 * torch.finfo(dtype).eps + 1e-6).all()
+
+
+@pytest.mark.parametrize("gate", (None, (1.0, math.inf, 0.0, False)), ids=("plain", "gated"))
+def test_grouped_gradients_and_graphs(gate: Any) -> None:
+    weight, offsets = random_weight(14, 2 * 8, 1).view(2, 8, -1), torch.tensor([3, 5], dtype=torch.int32)
+    dense = definition(weight.flatten(0, 1), 14).view(2, 8, 256)
+    x, scales = torch.randn(5, 256, requires_grad=True), torch.rand(5, requires_grad=True)
+
+    def product(x: Tensor, scales: Tensor) -> Tensor:
+        return qao.ops.gguf_grouped_mm(x, weight, None, offsets, None, scales, 14, gate=gate)
+
+    def plain(x: Tensor, scales: Tensor) -> Tensor:
+        y = torch.cat((x[:3] @ dense[0].t(), x[3:] @ dense[1].t()))
+        if gate is not None:
+            y = torch.nn.functional.silu(y[:, :4]) * y[:, 4:]
+        return y * scales[:, None]
+
+    for call in (product, torch.compile(product, fullgraph=True)):
+        ours, expected = (torch.autograd.grad(one(x, scales).square().sum(), (x, scales)) for one in (call, plain))
+        for gradient, right in zip(ours, expected, strict=True):
+            torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5 * right.abs().max().item())
+    arguments = x.detach(), weight, None, offsets, None, None, 14, False, gate
+    torch.library.opcheck(torch.ops.qao.gguf_grouped_mm.default, arguments)
+    with qao.ops.batch_invariant():
+        y = product(x, scales)
+        assert torch.equal(y[:1], qao.ops.gguf_grouped_mm(x[:1], weight, None, offsets.clamp(max=1), None, scales[:1],
+                                                          14, gate=gate))  # fmt: skip
+
+
 def test_errors_name_the_operator_and_the_remedy() -> None:
     weight, x = random_weight(12, 4, 1), torch.randn(2, 256)
     for message, arguments in {
@@ -208,5 +258,16 @@ def test_errors_name_the_operator_and_the_remedy() -> None:
     }.items():
         with pytest.raises(RuntimeError, match=rf"^qao::gguf_mm: {re.escape(message)}.* Got x: .*qtype"):
             torch.ops.qao.gguf_mm(*arguments)
+    experts, offsets = torch.stack((weight, weight)), torch.tensor([1, 2], dtype=torch.int32)
+    for message, arguments in {
+        "qtype must be ggml's number": (x, experts, None, offsets, None, None, 1),
+        "x must have shape": (x[:, :32], experts, None, offsets, None, None, 12),
+        "weight, scales, bias, weight_sums and row_scales must have a dimension of experts": (
+            *(x, experts, torch.ones(4), offsets, None, None, 12),
+        ),
+        "offsets must not decrease": (x, experts, None, offsets.flip(0), None, None, 12),
+    }.items():
+        with pytest.raises(RuntimeError, match=rf"^qao::gguf_grouped_mm: {re.escape(message)}.* Got x: .*qtype"):
+            torch.ops.qao.gguf_grouped_mm(*arguments)
     with pytest.raises(RuntimeError, match=r"^qao::gguf_embedding: ids must be in 0\.\.3.* is 4"):
         qao.ops.gguf_embedding(torch.tensor([0, 4]), weight, 12, torch.float32)

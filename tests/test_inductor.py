@@ -149,7 +149,7 @@ def test_an_error_of_a_merged_product_names_its_weight() -> None:
     x = randn(2, 64, seed=1)
     with pytest.raises(RuntimeError, match=r"qao::_merged_int4_mm: bias must .*index of the weight: 1"):
         torch.ops.qao._merged_int4_mm(x, weights, scales, [None, torch.zeros(47)])
-    with pytest.raises(RuntimeError, match=r"qao::_merged_int4_mm: weight, scales, bias .* lists of one length"):
+    with pytest.raises(RuntimeError, match=r"qao::_merged_int4_mm: the lists of tensors must have one length"):
         torch.ops.qao._merged_int4_mm(x, weights, scales, [None])
     with pytest.raises(RuntimeError, match=r"qao::_merged_int4_mm: out_features must have one number per weight"):
         torch.ops.qao._merged_int4_mm(x, weights, scales, [None, None], [32], 64, 32)

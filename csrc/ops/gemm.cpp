@@ -76,7 +76,7 @@ struct Gemm<name, function> {
   static Tensor dense(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                       Rest... rest) {
     Call call(name.text, x);
-    GemmCall gemm(call.op, call.x, weight, scales, bias);
+    GemmCall gemm(call.op, call.x, weight, &scales, bias);
     function(gemm, x, rest...);
     return gemm.run();
   }
@@ -85,7 +85,7 @@ struct Gemm<name, function> {
                         const Tensor& offsets, const std::optional<Tensor>& row_index,
                         const std::optional<Tensor>& row_scale, Rest... rest, const GateNumbers& gate) {
     Call call(name.text, x);
-    GroupedGemmCall gemm(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
+    GroupedGemmCall gemm(call.op, call.x, weight, &scales, bias, {offsets, row_index, row_scale});
     function(gemm, x, rest...);
     return gemm.run(gate);
   }

@@ -4,17 +4,19 @@
 #include "cpu/gemm/driver.h"
 #include "ops/fp4_operands.h"
 #include "ops/fp8_operands.h"
+#include "ops/gguf_operands.h"
 #include "ops/rotation.h"
 
 namespace qao {
 
-GemmCall::GemmCall(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
+GemmCall::GemmCall(Op& op, const Argument& x, const Tensor& weight, const Tensor* scales,
                    const std::optional<Tensor>& bias)
-    : op_(op), x_(x), weight_("weight", weight), scales_("scales", scales) {
-  op_.involve(&weight_), op_.involve(&scales_);
+    : op_(op), x_(x), weight_("weight", weight) {
+  op_.involve(&weight_);
+  if (scales != nullptr) op_.involve(&scales_.emplace("scales", *scales));
   if (bias) op_.involve(&bias_.emplace("bias", *bias));
   arguments.weight = weight_.data();
-  arguments.scales = scales_.data();
+  if (scales_) arguments.scales = scales_->data();
 }
 
 void GemmCall::add_weight_sums(const std::optional<Tensor>& weight_sums) {
@@ -39,7 +41,7 @@ void GemmCall::set_sizes(int64_t n, int64_t k) {
 
 // One scale per 128 x 128 block.
 bool GemmCall::has_block_scales() const {
-  return scales_.has_shape({(problem.n + kScaleBlock - 1) / kScaleBlock, problem.k_blocks()});
+  return scales_->has_shape({(problem.n + kScaleBlock - 1) / kScaleBlock, problem.k_blocks()});
 }
 
 void GemmCall::use_weight(const RowMajor& rows) {
@@ -49,10 +51,10 @@ void GemmCall::use_weight(const RowMajor& rows) {
   op_.check(typed && weight_.dim() == 2 && weight_.size(0) >= 1 && weight_.size(1) >= 1, rows.must_be,
             "Quantize the weight first");
   set_sizes(weight_.size(0), weight_.size(1));
-  op_.check(scales_.dtype() == float32_code(), "scales must be float32", "Pass scales.float()");
-  if (scales_.numel() == problem.n && (scales_.dim() == 1 || scales_.size(scales_.dim() - 1) == 1)) {
+  op_.check(scales_->dtype() == float32_code(), "scales must be float32", "Pass scales.float()");
+  if (scales_->numel() == problem.n && (scales_->dim() == 1 || scales_->size(scales_->dim() - 1) == 1)) {
     problem.weight_scaling = Scaling::kRow;
-  } else if (scales_.numel() == 1) {
+  } else if (scales_->numel() == 1) {
     problem.weight_scaling = Scaling::kTensor;
   } else {
     op_.check(rows.may_have_blocks && has_block_scales(),
@@ -63,15 +65,15 @@ void GemmCall::use_weight(const RowMajor& rows) {
     problem.weight_scaling = Scaling::kBlock;
   }
   problem.weight_aligned = weight_.is_aligned(16) && problem.k % 16 == 0;
-  op_.check_operand(weight_, x_), op_.check_operand(scales_, x_);
+  op_.check_operand(weight_, x_), op_.check_operand(*scales_, x_);
 }
 
 void GemmCall::use_packed_weight(const PackedSizes& given) {
   hide_experts();
-  const PackedSizes sizes = given.left_out() ? int4_sizes_of(op_, weight_, scales_) : given;
+  const PackedSizes sizes = given.left_out() ? int4_sizes_of(op_, weight_, *scales_) : given;
   use_sizes(sizes);
   problem.weight = Format::kInt4;
-  const int4::Weight packed = checked_packed(op_, weight_, scales_, x_, sizes.n, sizes.k, sizes.group_size);
+  const int4::Weight packed = checked_packed(op_, weight_, *scales_, x_, sizes.n, sizes.k, sizes.group_size);
   problem.group_size = packed.group_size;
   problem.has_zeros = packed.has_zeros;
   problem.scale_dtype = packed.scale_dtype;
@@ -81,12 +83,21 @@ void GemmCall::use_packed_weight(const PackedSizes& given) {
 
 void GemmCall::use_fp4_weight(const PackedSizes& given) {
   hide_experts();
-  const PackedSizes sizes = given.left_out() ? fp4_sizes_of(op_, weight_, scales_) : given;
+  const PackedSizes sizes = given.left_out() ? fp4_sizes_of(op_, weight_, *scales_) : given;
   use_sizes(sizes);
   problem.weight = Format::kFp4;
-  check_fp4(op_, weight_, scales_, x_, sizes.n, sizes.k, sizes.group_size);
+  check_fp4(op_, weight_, *scales_, x_, sizes.n, sizes.k, sizes.group_size);
   problem.group_size = sizes.group_size;
   problem.scale_dtype = DType::kBFloat16;
+}
+
+void GemmCall::use_gguf_weight(int64_t qtype) {
+  op_.involve("qtype", qtype);
+  hide_experts();
+  problem.weight = Format::kGguf;
+  problem.gguf_type = static_cast<int>(qtype);
+  const cpu::gguf::Weight rows = checked_gguf_weight(op_, weight_, x_, qtype);
+  set_sizes(rows.n, rows.k);
 }
 
 void GemmCall::use_sizes(const PackedSizes& sizes) {

@@ -37,7 +37,8 @@ inline constexpr RowMajor kFp8Rows = {Format::kFp8, fp8_code,
 
 class GemmCall {
  public:
-  GemmCall(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);
+  // `scales`: null for a weight that holds them itself.
+  GemmCall(Op& op, const Argument& x, const Tensor& weight, const Tensor* scales, const std::optional<Tensor>& bias);
   GemmCall(const GemmCall&) = delete;  // op points to the arguments
 
   // 1. More operands, which may be absent: sums of W's rows, row scales of two-level scales, a static scale of x.
@@ -45,11 +46,12 @@ class GemmCall {
   void add_row_scales(const std::optional<Tensor>& row_scales);
   void add_x_scale(const std::optional<Tensor>& x_scale, int64_t x_group_size);
 
-  // 2. Weight: 8 bits with one scale per row, per tensor or per block; or packed int4 or fp4. Sizes that are all 0 are
-  // inferred from the packed tensors.
+  // 2. Weight: 8 bits with one scale per row, per tensor or per block; packed int4 or fp4; or blocks of a GGUF type.
+  // Sizes that are all 0 are inferred from the packed tensors.
   void use_weight(const RowMajor& rows);
   void use_packed_weight(const PackedSizes& given);
   void use_fp4_weight(const PackedSizes& given);
+  void use_gguf_weight(int64_t qtype);
 
   // 3. Activations: as the tensor cores read them; 8 bits with scales; or floats that the GEMM kernel or a preceding
   // kernel quantizes. `rotation`: int8, columns per block of the rotation, or 0.
@@ -69,6 +71,9 @@ class GemmCall {
   static std::optional<std::vector<Tensor>> run_fused(std::span<GemmCall* const> gemms, const gemm::Problem& first,
                                                       const gemm::Arguments& x);
 
+  // Allocates y: the first step of run(), for callers that compute it themselves.
+  Tensor make_y();
+
   gemm::Problem problem;
   gemm::Arguments arguments;
 
@@ -84,7 +89,6 @@ class GemmCall {
   void use_row_scales();
   void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, int64_t rotation = 0);
   void use_bias_and_sums();
-  Tensor make_y();
   // Computes y, unless it is empty. On a GPU, `before` is a product of the same x that may have quantized it.
   void launch(const GemmCall* before = nullptr);
   void make_quantized_x();  // before a GEMM on the CPU
@@ -92,8 +96,8 @@ class GemmCall {
 
   Op& op_;
   const Argument& x_;
-  Argument weight_, scales_;
-  std::optional<Argument> bias_, weight_sums_, row_scales_, x_scale_;
+  Argument weight_;
+  std::optional<Argument> scales_, bias_, weight_sums_, row_scales_, x_scale_;
   std::optional<Rows> rows_;
   const Tensor* tensor_ = nullptr;  // the tensor behind rows_
   std::optional<QuantizedX> quantized_;

@@ -9,7 +9,7 @@
 
 namespace qao {
 
-GroupedGemmCall::GroupedGemmCall(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
+GroupedGemmCall::GroupedGemmCall(Op& op, const Argument& x, const Tensor& weight, const Tensor* scales,
                                  const std::optional<Tensor>& bias, const Routing& routing)
     : GemmCall(op, x, weight, scales, bias), offsets_("offsets", routing.offsets) {
   op_.involve(&offsets_);
@@ -20,8 +20,8 @@ GroupedGemmCall::GroupedGemmCall(Op& op, const Argument& x, const Tensor& weight
 void GroupedGemmCall::hide_experts() {
   op_.check(x_.dim() == 2, "x must have shape [rows, in_features]", "Pass x.flatten(0, -2)");
   bool alike = true;
-  for (Argument* operand : {&weight_, &scales_, bias_ ? &*bias_ : nullptr, weight_sums_ ? &*weight_sums_ : nullptr,
-                            row_scales_ ? &*row_scales_ : nullptr}) {
+  for (Argument* operand : {&weight_, scales_ ? &*scales_ : nullptr, bias_ ? &*bias_ : nullptr,
+                            weight_sums_ ? &*weight_sums_ : nullptr, row_scales_ ? &*row_scales_ : nullptr}) {
     if (operand == nullptr) continue;
     op_.check(operand->dim() >= 2,
               "weight, scales, bias, weight_sums and row_scales must have a dimension of experts, the first",
@@ -107,7 +107,7 @@ Tensor GroupedGemmCall::run(const GateNumbers& gate) {
   arguments.y = y.data_ptr();
   const int64_t scale_bytes = is_packed(problem.weight) ? size_of(problem.scale_dtype) : 4;
   experts_.weight_bytes = weight_.numel();
-  experts_.scales_bytes = scales_.numel() * scale_bytes;
+  experts_.scales_bytes = scales_ ? scales_->numel() * scale_bytes : 0;
   experts_.bias_bytes = problem.n * size_of(problem.bias_dtype);
   experts_.sums_bytes = problem.n * 4;
   if (x_.is_cpu()) {

@@ -16,7 +16,7 @@ struct Routing {
 
 class GroupedGemmCall : public GemmCall {
  public:
-  GroupedGemmCall(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
+  GroupedGemmCall(Op& op, const Argument& x, const Tensor& weight, const Tensor* scales,
                   const std::optional<Tensor>& bias, const Routing& routing);
 
   // y [S, N], or [S, N / 2] with a gate.

@@ -10,7 +10,7 @@ namespace {
 
 Tensors merged_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
                        std::vector<int64_t> out_features, int64_t in_features, int64_t group_size) {
-  Calls calls("_merged_int4_mm", x, weight, scales, bias);
+  Calls calls("_merged_int4_mm", x, weight, &scales, bias);
   return calls.run([&](size_t i, GemmCall& gemm) {
     gemm.use_packed_weight(calls.sizes(i, out_features, in_features, group_size));
     gemm.use_float_x(x);
@@ -19,7 +19,7 @@ Tensors merged_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Optional
 
 Tensors merged_fp4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
                       std::vector<int64_t> out_features, int64_t in_features, int64_t group_size) {
-  Calls calls("_merged_fp4_mm", x, weight, scales, bias);
+  Calls calls("_merged_fp4_mm", x, weight, &scales, bias);
   return calls.run([&](size_t i, GemmCall& gemm) {
     gemm.use_fp4_weight(calls.sizes(i, out_features, in_features, group_size));
     gemm.use_float_x(x);
@@ -27,14 +27,14 @@ Tensors merged_fp4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals
 }
 
 Tensors merged_int8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias) {
-  return Calls("_merged_int8_mm", x, weight, scales, bias).run([&](size_t, GemmCall& gemm) {
+  return Calls("_merged_int8_mm", x, weight, &scales, bias).run([&](size_t, GemmCall& gemm) {
     gemm.use_weight(kInt8Rows);
     gemm.use_float_x(x);
   });
 }
 
 Tensors merged_fp8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias) {
-  return Calls("_merged_fp8_mm", x, weight, scales, bias).run([&](size_t, GemmCall& gemm) {
+  return Calls("_merged_fp8_mm", x, weight, &scales, bias).run([&](size_t, GemmCall& gemm) {
     gemm.use_weight(kFp8Rows);
     gemm.use_float_x(x);
   });
@@ -42,7 +42,7 @@ Tensors merged_fp8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals
 
 Tensors merged_int8_int8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias, Optionals weight_sums,
                             int64_t x_rotation) {
-  return Calls("_merged_int8_int8_mm", x, weight, scales, bias, &weight_sums).run([&](size_t, GemmCall& gemm) {
+  return Calls("_merged_int8_int8_mm", x, weight, &scales, bias, &weight_sums).run([&](size_t, GemmCall& gemm) {
     gemm.use_weight(kInt8Rows);
     gemm.use_int8_x(x, x_rotation);
   });
@@ -51,7 +51,7 @@ Tensors merged_int8_int8_mm(const Tensor& x, Tensors weight, Tensors scales, Opt
 Tensors merged_int8_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias, Optionals weight_sums,
                             std::vector<int64_t> out_features, int64_t in_features, int64_t group_size,
                             int64_t x_rotation) {
-  Calls calls("_merged_int8_int4_mm", x, weight, scales, bias, &weight_sums);
+  Calls calls("_merged_int8_int4_mm", x, weight, &scales, bias, &weight_sums);
   return calls.run([&](size_t i, GemmCall& gemm) {
     gemm.use_packed_weight(calls.sizes(i, out_features, in_features, group_size));
     gemm.use_int8_x(x, x_rotation);
@@ -60,7 +60,7 @@ Tensors merged_int8_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Opt
 
 Tensors merged_fp8_fp8_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
                           std::optional<Tensor> x_scale, int64_t x_group_size, bool fast_accum) {
-  Calls calls("_merged_fp8_fp8_mm", x, weight, scales, bias);
+  Calls calls("_merged_fp8_fp8_mm", x, weight, &scales, bias);
   return calls.run([&](size_t, GemmCall& gemm) {
     gemm.add_x_scale(x_scale, x_group_size);
     gemm.use_weight(kFp8Rows);
@@ -72,7 +72,7 @@ Tensors merged_fp8_fp8_mm(const Tensor& x, Tensors weight, Tensors scales, Optio
 Tensors merged_fp8_int4_mm(const Tensor& x, Tensors weight, Tensors scales, Optionals bias,
                            std::vector<int64_t> out_features, int64_t in_features, int64_t group_size,
                            bool fast_accum) {
-  Calls calls("_merged_fp8_int4_mm", x, weight, scales, bias);
+  Calls calls("_merged_fp8_int4_mm", x, weight, &scales, bias);
   return calls.run([&](size_t i, GemmCall& gemm) {
     gemm.use_packed_weight(calls.sizes(i, out_features, in_features, group_size));
     gemm.problem.fast_accum = fast_accum;

@@ -14,13 +14,14 @@ using Optionals = std::vector<std::optional<Tensor>>;
 
 // One call per weight, each with its own error message.
 struct Calls {
-  Calls(const char* name, const Tensor& x, const Tensors& weights, const Tensors& scales, const Optionals& biases,
+  // `scales`: null for weights that hold them themselves.
+  Calls(const char* name, const Tensor& x, const Tensors& weights, const Tensors* scales, const Optionals& biases,
         const Optionals* sums = nullptr)
       : x(x), weights(weights), scales(scales), biases(biases), sums(sums) {
     const size_t count = weights.size();
-    const bool fits =
-        count >= 1 && scales.size() == count && biases.size() == count && (sums == nullptr || sums->size() == count);
-    Call(name, x).op.check(fits, "weight, scales, bias and weight_sums must be lists of one length, at least 1",
+    const bool fits = count >= 1 && (scales == nullptr || scales->size() == count) && biases.size() == count &&
+                      (sums == nullptr || sums->size() == count);
+    Call(name, x).op.check(fits, "the lists of tensors must have one length, at least 1",
                            "Pass one tensor or None per weight");
     for (size_t i = 0; i < count; ++i) {
       Call& call = *calls.emplace_back(std::make_unique<Call>(name, x));
@@ -33,7 +34,8 @@ struct Calls {
   void prepare(const Use& use) {
     for (size_t i = 0; i < calls.size(); ++i) {
       Call& call = *calls[i];
-      owners.push_back(std::make_unique<GemmCall>(call.op, call.x, weights[i], scales[i], biases[i]));
+      const Tensor* own = scales == nullptr ? nullptr : &(*scales)[i];
+      owners.push_back(std::make_unique<GemmCall>(call.op, call.x, weights[i], own, biases[i]));
       if (sums != nullptr) owners.back()->add_weight_sums((*sums)[i]);
       use(i, *owners.back());
       gemms.push_back(owners.back().get());
@@ -54,7 +56,8 @@ struct Calls {
   }
 
   const Tensor& x;
-  const Tensors &weights, &scales;
+  const Tensors& weights;
+  const Tensors* scales;
   const Optionals& biases;
   const Optionals* sums;
   std::vector<std::unique_ptr<Call>> calls;

@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_int4_mm(const Tensor& x, const std::opti
                                                 int64_t out_features, int64_t in_features, int64_t group_size,
                                                 bool gated) {
   Norm norm("add_rms_norm_int4_mm", x, residual, norm_weight, eps, "norm_weight");
-  GemmCall gemm(norm.op, norm.x, weight, scales, bias);
+  GemmCall gemm(norm.op, norm.x, weight, &scales, bias);
   gemm.use_packed_weight({out_features, in_features, group_size});
   norm.op.check(!gated || gemm.problem.n % 2 == 0, "a gated weight must have an even number of rows",
                 "Concatenate the rows of gate and up, equally many of each");
@@ -89,7 +89,7 @@ Tensors merged_add_rms_norm_int4_mm(const Tensor& x, const std::optional<Tensor>
                                     int64_t group_size, bool gated) {
   constexpr const char* kName = "_merged_add_rms_norm_int4_mm";
   Norm norm(kName, x, residual, norm_weight, eps, "norm_weight");
-  Calls calls(kName, x, weight, scales, bias);
+  Calls calls(kName, x, weight, &scales, bias);
   calls.prepare([&](size_t i, GemmCall& gemm) {
     gemm.use_packed_weight(calls.sizes(i, out_features, in_features, group_size));
     use_norm(norm, gemm);

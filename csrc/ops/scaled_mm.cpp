@@ -10,7 +10,7 @@ Tensor int8_scaled_mm(const Tensor& x, const Tensor& x_scales, const std::option
                       const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype,
                       bool batch_invariant) {
   Call call("int8_scaled_mm", x);
-  GemmCall gemm(call.op, call.x, weight, scales, bias);
+  GemmCall gemm(call.op, call.x, weight, &scales, bias);
   gemm.add_weight_sums(weight_sums);
   const Argument scales_of_x("x_scales", x_scales);
   call.op.involve(&scales_of_x);
@@ -26,7 +26,7 @@ Tensor fp8_scaled_mm(const Tensor& x, const Tensor& x_scales, const Tensor& weig
                      const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum,
                      bool batch_invariant) {
   Call call("fp8_scaled_mm", x);
-  GemmCall gemm(call.op, call.x, weight, scales, bias);
+  GemmCall gemm(call.op, call.x, weight, &scales, bias);
   const Argument scales_of_x("x_scales", x_scales);
   call.op.involve(&scales_of_x);
   gemm.use_weight(kFp8Rows);

@@ -341,7 +341,7 @@ def merged(word: str, rng: random.Random, device: str) -> int:
 
 
 def gguf_mm(rng: random.Random, device: str) -> int:
-    """With dequantize_gguf and gguf_embedding of the same weight. On a CPU, whatever the device."""
+    """With the other operators of the same weight. On a CPU, whatever the device."""
     qtype, n = rng.choice(test_gguf_ops.QTYPES), rng.randint(1, 70)
     blocks = rng.randint(1, 1024 // test_gguf_ops.BLOCKS[qtype][0])
     weight = test_gguf_ops.random_weight(qtype, n, blocks, rng.getrandbits(31))
@@ -355,13 +355,18 @@ def gguf_mm(rng: random.Random, device: str) -> int:
     y, exact = OPS.gguf_mm(x, weight, None, qtype), x.double() @ dense.double().t()
     merged = OPS._merged_gguf_mm(x, [weight, weight[: n // 2 + 1]], [None, None], qtype)
     check(equal(merged[0], y) and equal(merged[1], y[:, : n // 2 + 1]), f"other bits of several weights: {what}")
+    first = rng.randint(0, len(x))  # rows of the first of two experts
+    offsets = torch.tensor([first, len(x)], dtype=torch.int32)
+    grouped = OPS.gguf_grouped_mm(x, torch.stack((weight, weight.flip(0))), None, offsets, None, None, qtype)
+    experts = [OPS.gguf_mm(x[:first], weight, None, qtype), OPS.gguf_mm(x[first:], weight.flip(0), None, qtype)]
+    check(equal(grouped, torch.cat(experts)), f"other bits of experts: {what}")
     right = (y.double() - exact).abs() <= test_gguf_ops.bound(x, dense)
     check(bool((right | ~y.isfinite() & (exact.abs() > torch.finfo(dtype).max / 2)).all()), f"wrong product: {what}")
-    return 5
+    return 6
 
 
 OPERATORS: dict[str, Fuzzer] = {
-    **dict.fromkeys(("gguf_mm", "_merged_gguf_mm", "dequantize_gguf", "gguf_embedding"), gguf_mm),
+    **dict.fromkeys(("gguf_mm", "_merged_gguf_mm", "gguf_grouped_mm", "dequantize_gguf", "gguf_embedding"), gguf_mm),
     **{f"_merged_{word}_mm": partial(merged, word) for word in SCHEMES},
     **dict.fromkeys(("_token_attention", "_key_range"), token_attention),
     "_merged_add_rms_norm_int4_mm": partial(add_rms_norm_int4_mm, several=True),

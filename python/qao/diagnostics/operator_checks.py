@@ -307,8 +307,10 @@ def _gguf(device: str) -> float:
     rows = qao.gguf_embedding(ids, weight, 8, torch.float32)
     exact = torch.equal(qao.dequantize_gguf(weight, 8, torch.float32), dense) and torch.equal(rows, dense[ids])
     merged = torch.ops.qao._merged_gguf_mm(x, [weight, weight[:17]], [None, None], 8)
-    ys, expected = torch.cat([qao.gguf_mm(x, weight, None, 8), *merged], -1), reference.mm(x, dense)
-    return _distance(ys, torch.cat((expected, expected, expected[:, :17]), -1)) if exact else math.inf
+    offsets = torch.tensor([0, 3], dtype=torch.int32)  # the second of two experts
+    grouped = qao.gguf_grouped_mm(x, torch.stack((weight, weight)), None, offsets, None, None, 8)
+    ys, expected = torch.cat([qao.gguf_mm(x, weight, None, 8), *merged, grouped], -1), reference.mm(x, dense)
+    return _distance(ys, torch.cat((expected, expected, expected[:, :17], expected), -1)) if exact else math.inf
 
 
 # Operator name to its error against the reference on a device.
@@ -348,10 +350,14 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "dequantize_int4": _dequantize_int4,
     "int4_embedding": lambda device: _embedding(device, schemes.Int4WeightOnly()),
     "gguf_mm": _gguf,
+    "gguf_grouped_mm": _gguf,
     "_merged_gguf_mm": _gguf,
     "dequantize_gguf": _gguf,
     "gguf_embedding": _gguf,
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
 # Operators without CUDA kernels.
-OF_CPU = ("_merged_gguf_mm", "dequantize_gguf", "gguf_embedding", "gguf_mm", "quantize_blocks", "quantize_fp4")
+OF_CPU = (
+    *("_merged_gguf_mm", "dequantize_gguf", "gguf_embedding", "gguf_grouped_mm", "gguf_mm"),
+    *("quantize_blocks", "quantize_fp4"),
+)

@@ -81,7 +81,7 @@ class QuantProjection(PackedModule):
             self._constants,
             x,
             tensors["qweight"],  # type: ignore[arg-type]
-            tensors["scales"],  # type: ignore[arg-type]
+            tensors["scales"],
             tensors["bias"],
             offsets,
             row_index,

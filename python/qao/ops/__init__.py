@@ -23,7 +23,8 @@ Weights
         for int4.
     fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one per 128 x 128 block,
         [ceil(N / 128), ceil(K / 128)].
-    GGUF: ``gguf_mm`` takes a file's bytes and the type number of its blocks (gguf.py) and no scales.
+    GGUF: ``gguf_mm`` and ``gguf_grouped_mm`` take a file's bytes and the type number of its blocks (gguf.py) and no
+        scales.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ from .grouped_mm import (
     fp8_fp8_grouped_mm,
     fp8_grouped_mm,
     fp8_int4_grouped_mm,
+    gguf_grouped_mm,
     int4_grouped_mm,
     int8_grouped_mm,
     int8_int4_grouped_mm,
@@ -163,6 +165,7 @@ __all__ = [
     "fp8_quantize",
     "fp8_scaled_mm",
     "gguf_embedding",
+    "gguf_grouped_mm",
     "gguf_mm",
     "gptq_columns",
     "grouped_product",

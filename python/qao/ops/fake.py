@@ -49,8 +49,8 @@ for _dense in DENSE:
     _word = _dense._schema.name.removeprefix("qao::").removesuffix("_mm")
     _register_product(f"{_word}_mm")
     _register_product(f"{_word}_grouped_mm")
-_register_product("int8_scaled_mm")
-_register_product("fp8_scaled_mm")
+for _word in ("int8_scaled_mm", "fp8_scaled_mm", "gguf_mm", "gguf_grouped_mm"):
+    _register_product(_word)
 
 
 def _register_merged(operator: Any) -> None:
@@ -315,11 +315,6 @@ def _(
 @fake_kernel("int8_embedding")
 def _(ids: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty((*ids.shape, weight.shape[1]), dtype=dtype, device=weight.device)
-
-
-@fake_kernel("gguf_mm")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, qtype: int, batch_invariant: bool = False) -> Tensor:
-    return _like_x(x, weight.shape[0])
 
 
 @fake_kernel("dequantize_gguf")

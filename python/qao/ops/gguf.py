@@ -2,7 +2,7 @@
 
 ``weight`` is uint8 [N, row_bytes], contiguous: rows exactly as a GGUF file holds them. ``qtype`` is ggml's number of
 their block type: Q4_0 2, Q4_1 3, Q5_0 6, Q5_1 7, Q8_0 8, Q2_K 10, Q3_K 11, Q4_K 12, Q5_K 13, Q6_K 14, IQ4_NL 20,
-IQ4_XS 23. K follows from both. CPU only.
+IQ4_XS 23. K follows from both. CPU only. grouped_mm.py has the grouped GEMM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Grouped GEMMs of E experts and their autograd. Each row of y belongs to one expert.
 
 The weight tensors of the dense operator are stacked: weight, scales and ``weight_sums`` have a leading dimension E,
-bias is [E, N] or None. Sizes: T rows of x, S rows of y; x [T, K], y [S, N] in x's dtype,
+bias is [E, N] or None. For GGUF weights ``grouped_product`` takes None as scales. Sizes: T rows of x, S rows of y;
+x [T, K], y [S, N] in x's dtype,
 
     y[s] = router_weights[s] * (x[row_index[s]] · W[e]ᵀ + bias[e])   for expert e with offsets[e - 1] <= s < offsets[e],
     y[s] = 0                                                         for rows past all experts, s >= offsets[E - 1].
@@ -37,6 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from .autograd import DENSE, traced, transformed
 from .batch_invariant import MODE
+from .gguf import dequantize_gguf
 from .grouped_backward import bounds_of, define_rows
 from .norm_act import silu_mul, swiglu
 from .rotation import rotated
@@ -52,9 +54,15 @@ _NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm
 GROUPED: dict[Any, Callable[..., Tensor]] = {
     getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
+GROUPED[_qao.gguf_grouped_mm.default] = lambda weight, _, dtype, qtype: dequantize_gguf(weight, qtype, dtype)
 for _operator in GROUPED:
     note_signature(_operator)
 define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()})
+
+
+def _operands(operator: Any, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Those that the operator takes, in order."""
+    return (weight, scales, bias) if SIGNATURES[operator].has_scales else (weight, bias)
 
 
 class _Grouped(Function):
@@ -63,7 +71,8 @@ class _Grouped(Function):
         x: Tensor, bias: Any, router_weights: Any, weight: Any, scales: Any, operator: Any, *rest: Any
     ) -> Tensor:
         offsets, row_index, *others = rest
-        return operator(x, weight, scales, bias, offsets, row_index, router_weights, *others)  # type: ignore[no-any-return]
+        operands = _operands(operator, weight, scales, bias)
+        return operator(x, *operands, offsets, row_index, router_weights, *others)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -122,12 +131,13 @@ def _members(grad: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _traced(operator: Any) -> Any:
-    tensors, _, names, _ = SIGNATURES[operator]
+    tensors, _, has_scales, names, _ = SIGNATURES[operator]
     last = tensors + len(names) - 1  # gate
 
-    def impl(*arguments: Any) -> Tensor:
-        gate = arguments[last] if len(arguments) > last else None
-        return grouped_product(operator, arguments[tensors:last], *arguments[:tensors], gate=gate)
+    def impl(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+        given = x, weight, *(() if has_scales else (None,)), *arguments[: tensors - 2]
+        gate = arguments[last - 2] if len(arguments) > last - 2 else None
+        return grouped_product(operator, arguments[tensors - 2 : last - 2], *given, gate=gate)
 
     return traced(operator, impl)
 
@@ -154,7 +164,7 @@ def grouped_product(
     constants: tuple[Any, ...],
     x: Tensor,
     weight: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     bias: Tensor | None,
     offsets: Tensor,
     row_index: Tensor | None,
@@ -177,9 +187,10 @@ def grouped_product(
             return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
         return apply(router_weights) if gate is None else _in_pieces(apply, router_weights, gate)
+    operands = _operands(operator, weight, scales, bias)
     called: Any = TRACED[operator] if differentiated else operator
     gated = {} if gate is None else {"gate": gate}
-    return called(x, weight, scales, bias, offsets, row_index, router_weights, *others, *constants, **gated)  # type: ignore[no-any-return]
+    return called(x, *operands, offsets, row_index, router_weights, *others, *constants, **gated)  # type: ignore[no-any-return]
 
 
 torch.fx.wrap("grouped_product")  # one node in fx.symbolic_trace: it selects the autograd path at run time

@@ -30,13 +30,21 @@ def define_rows(dense_of: dict[str, Dense]) -> None:
         return
 
     def rows(
-        grad: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor, operator: str, in_features: int, sizes: list[int]
+        grad: Tensor,
+        weight: Tensor,
+        scales: Tensor | None,
+        offsets: Tensor,
+        operator: str,
+        in_features: int,
+        sizes: list[int],
     ) -> Tensor:
+        if scales is None:  # dequantization of such a weight ignores them
+            scales = weight
         multiply = by_tiles if grad.is_cuda else by_experts
         return multiply(grad, weight, scales, offsets, dense_of[operator], in_features, sizes)
 
     _library.define(
-        "grouped_rows(Tensor grad, Tensor weight, Tensor scales, Tensor offsets, str operator, int in_features, "
+        "grouped_rows(Tensor grad, Tensor weight, Tensor? scales, Tensor offsets, str operator, int in_features, "
         "int[] sizes) -> Tensor"
     )
     _library.impl("grouped_rows", rows, "CompositeExplicitAutograd")

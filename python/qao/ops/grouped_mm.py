@@ -20,6 +20,7 @@ INT8_INT8 = _qao.int8_int8_grouped_mm.default
 INT8_INT4 = _qao.int8_int4_grouped_mm.default
 FP8_FP8 = _qao.fp8_fp8_grouped_mm.default
 FP8_INT4 = _qao.fp8_int4_grouped_mm.default
+GGUF = _qao.gguf_grouped_mm.default
 
 
 @_moved.renamed
@@ -184,3 +185,19 @@ def fp8_int4_grouped_mm(
     constants = out_features, in_features, group_size, batch_invariant, fast_accum
     arguments = FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, router_weights, row_scales
     return grouped_product(*arguments, gate=gate)
+
+
+def gguf_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    router_weights: Tensor | None,
+    qtype: int,
+    batch_invariant: bool = False,
+    gate: Gate | None = None,
+) -> Tensor:
+    """Grouped GEMM of ``qao.ops.gguf_mm``; ``weight`` is uint8 [E, N, row_bytes]. CPU only."""
+    constants = qtype, batch_invariant
+    return grouped_product(GGUF, constants, x, weight, None, bias, offsets, row_index, router_weights, gate=gate)

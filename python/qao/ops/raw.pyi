@@ -185,6 +185,17 @@ def gguf_embedding(
     qtype: int,
     dtype: torch.dtype,
 ) -> Tensor: ...
+def gguf_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    qtype: int,
+    batch_invariant: bool = False,
+    gate: Sequence[float] | None = None,
+) -> Tensor: ...
 def gguf_mm(
     x: Tensor,
     weight: Tensor,

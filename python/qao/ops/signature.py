@@ -10,6 +10,7 @@ import torch
 class Signature(NamedTuple):
     tensors: int  # number of tensors, from x on
     others: int  # those that not every dense or grouped GEMM has
+    has_scales: bool  # as a tensor apart from the weight
     names: tuple[str, ...]  # of the numbers
     defaults: tuple[Any, ...]
 
@@ -34,14 +35,19 @@ def note_signature(operator: Any) -> None:
     names = [argument.name for argument in arguments]
     first = next(index for index, argument in enumerate(arguments) if "Tensor" not in str(argument.type))
     defaults = tuple(argument.default_value for argument in arguments[first:])
-    shared = 7 if "offsets" in names else 4  # up to row_scale, up to bias
-    SIGNATURES[operator] = Signature(first, first - shared, tuple(names[first:]), defaults)
+    shared = names.index("row_scale" if "offsets" in names else "bias") + 1
+    SIGNATURES[operator] = Signature(first, first - shared, "scales" in names, tuple(names[first:]), defaults)
 
 
 def sizes_among(operator: Any, numbers: tuple[Any, ...]) -> list[Any]:
-    """N, K and group_size of a packed weight; empty if the caller omitted them or the weight is not packed."""
-    has_sizes = SIGNATURES[operator].names[0] == "out_features" and any(numbers[:3])
-    return list(numbers[:3]) if has_sizes else []
+    """N, K and group_size of a packed weight, or the qtype of GGUF blocks.
+
+    Empty if the caller omitted sizes, and for other weights.
+    """
+    first = SIGNATURES[operator].names[0]
+    if first == "qtype":
+        return list(numbers[:1])
+    return list(numbers[:3]) if first == "out_features" and any(numbers[:3]) else []
 
 
 def rotation_among(operator: Any, numbers: tuple[Any, ...]) -> int:
@@ -55,7 +61,7 @@ def invariant(
     operator: Any, others: tuple[Any, ...], numbers: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """All other tensors, and the numbers, of a call with ``batch_invariant``."""
-    _, count, names, defaults = SIGNATURES[operator]
+    _, count, _, names, defaults = SIGNATURES[operator]
     position = names.index("batch_invariant")
     before = (numbers + defaults[len(numbers) :])[:position]
     return others + (None,) * (count - len(others)), (*before, True, *numbers[position + 1 :])

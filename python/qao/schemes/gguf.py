@@ -65,22 +65,24 @@ class GgufWeightOnly(Scheme):
         return k // columns * size
 
     def pack(self, q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> PackedWeight:
-        """The bytes of the file's rows, uint8 [N, bytes of a row], which include scales; those of the layer are 1."""
+        """The bytes of the file's rows, uint8 [N, bytes of a row], which include scales; those of the layer are 1.
+
+        Experts are stacked: [E, N, bytes of a row].
+        """
         columns, size = self.block
-        if q.dtype != torch.uint8 or q.dim() != 2 or q.shape[1] % size:
+        if q.dtype != torch.uint8 or q.dim() not in (2, 3) or q.shape[-1] % size:
             raise ValueError(
                 f"{self}: q must be uint8 [N, bytes of a row], in blocks of {size} bytes, not {q.dtype}{list(q.shape)}"
             )
-        sizes = q.shape[0], q.shape[1] // size * columns
-        return PackedWeight(q.contiguous(), torch.ones(1, dtype=torch.float32, device=q.device), sizes=sizes)
+        sizes = q.shape[-2], q.shape[-1] // size * columns
+        ones = torch.ones((*q.shape[:-2], 1), dtype=torch.float32, device=q.device)
+        return PackedWeight(q.contiguous(), ones, sizes=sizes)
 
     def empty(
         self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str, experts: int | None = None
     ) -> PackedWeight:
-        if experts is not None:
-            raise ValueError(f"{self}: no kernel for experts; load them in float, or with a scheme")
-        q = torch.empty(n, self.row_bytes(k), dtype=torch.uint8, device=device)
-        return self.pack(q)
+        shape = (n, self.row_bytes(k)) if experts is None else (experts, n, self.row_bytes(k))
+        return self.pack(torch.empty(shape, dtype=torch.uint8, device=device))
 
     def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         return weight, scales, None

@@ -44,13 +44,16 @@ _LARGEST_ZERO = 32768.0
 class GgufCheckpoint(Checkpoint):
     """A language model in a GGUF file or its parts. Architectures: the table in architectures.py.
 
-    Experts are read as float32, like the types that qao has no kernels for, by the package ``gguf`` (IQ2_XS …).
+    Types that qao has no kernels for (IQ2_XS …) are read as float32, by the package ``gguf``. So are experts, unless
+    they are ``stacked``.
 
     Args:
         path: the file, or one part of a split model (``-00001-of-00003.gguf``).
         dequantize: True reads linear layers in Q8_0 as float32 too, and is not native.
         native: types of which blocks of the file are kept in linear layers. Only CPUs have kernels for them. With any,
-            embeddings keep blocks of every type.
+            embeddings and stacked experts keep blocks of every type.
+        stacked: whether experts are layers ``….experts.up`` and ``….experts.down``, as transformers 5 has them, if the
+            file has them in blocks with kernels.
 
     Attributes:
         linears: names of the linear layers that are read as float.
@@ -68,7 +71,12 @@ class GgufCheckpoint(Checkpoint):
     format = "gguf"
 
     def __init__(
-        self, path: str | Path, *, dequantize: bool = False, native: Collection[str] = tuple(GGUF_NUMBERS)
+        self,
+        path: str | Path,
+        *,
+        dequantize: bool = False,
+        native: Collection[str] = tuple(GGUF_NUMBERS),
+        stacked: bool = False,
     ) -> None:
         self.native = () if dequantize else native
         self._file = open_gguf(path)
@@ -81,8 +89,12 @@ class GgufCheckpoint(Checkpoint):
         self.mxfp4 = False
         linears = []
         self._others: dict[str, Part] = {}
+        stacks = self._stacks() if stacked and self.native else {}
         for part in self._model.parts:
             info = self._file.tensors[part.stored]
+            if part.stored in stacks:
+                self.layers[stacks[part.stored].name] = stacks[part.stored]
+                continue
             made = self._quantized(part, info)
             if made is not None and not (dequantize and info.type == "Q8_0"):
                 self.layers[made.name] = made
@@ -125,6 +137,35 @@ class GgufCheckpoint(Checkpoint):
         read = partial(self._read_layer, part, decode)
         n, k = self._model.shape(part)
         return QuantizedLayer(part.module, scheme, n, k, (info.name,), read, note)
+
+    def _stacks(self) -> dict[str, QuantizedLayer]:
+        """Experts that keep their blocks, by the names of their tensors in the file."""
+        made: dict[str, QuantizedLayer] = {}
+        for part in self._model.parts:
+            if part.expert != 0 or not part.stored.endswith(".ffn_down_exps.weight"):
+                continue
+            names = (part.stored.replace("ffn_down", f"ffn_{one}") for one in ("gate", "up"))
+            up = [self._file.tensors[name] for name in names if name in self._file.tensors]
+            down = [self._file.tensors[part.stored]]
+            kinds = [{info.type for info in infos} for infos in (up, down)]
+            if all(len(kind) == 1 and kind <= GGUF_NUMBERS.keys() for kind in kinds):
+                experts = part.module.rpartition(".experts.")[0] + ".experts"
+                for name, infos in (("up", up), ("down", down)):
+                    made.update(dict.fromkeys((info.name for info in infos), self._stack(f"{experts}.{name}", infos)))
+        return made
+
+    def _stack(self, name: str, infos: list[TensorInfo]) -> QuantizedLayer:
+        """One projection of all experts, with the rows of several tensors [E, N, K]."""
+        scheme = GgufWeightOnly(infos[0].type)
+        experts, _, k = infos[0].shape
+        row = scheme.row_bytes(k)
+
+        def read() -> Plain:
+            rows = [_checked(scheme, self._file.bytes_of(info).view(-1, row), self._where(info)).q for info in infos]
+            return Plain(torch.cat([one.view(experts, -1, row) for one in rows], 1), torch.ones(experts, 1))
+
+        n, keys = sum(info.shape[1] for info in infos), tuple(info.name for info in infos)
+        return QuantizedLayer(name, scheme, n, k, keys, read, experts=experts)
 
     def tensor(self, name: str) -> Tensor:
         part = self._others[name]

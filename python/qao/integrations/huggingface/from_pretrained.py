@@ -19,7 +19,16 @@ from ...schemes import Fp4WeightOnly, Scheme
 from .config import QaoConfig
 from .lazy_state import LazyValue, lazy_state
 from .loading import Unfit
-from .model_class import CODE, HUB, concrete_class, configuration, dtype_of, kept_gguf_types, model_class
+from .model_class import (
+    CODE,
+    HUB,
+    concrete_class,
+    configuration,
+    dtype_of,
+    kept_gguf_types,
+    model_class,
+    stacks_experts,
+)
 
 _Schemes = Scheme | Mapping[str, Scheme | None]
 
@@ -295,7 +304,7 @@ def _from_checkpoint(
         raise ValueError(f"from_pretrained: dequantize=True is for GGUF files, and {local} is not one")
     plain = dequantize or (quantization is not None and quantization.scheme is not None)
     if opened.suffix == ".gguf" and opened.exists() and not plain:
-        checkpoint: Any = GgufCheckpoint(opened, native=kept_gguf_types(request.device_map))
+        checkpoint: Any = GgufCheckpoint(opened, native=kept_gguf_types(request.device_map), stacked=stacks_experts())
         if checkpoint.mxfp4:  # experts are quantized as they arrive, and then everything else is float
             checkpoint = GgufCheckpoint(opened, dequantize=True)
     else:

@@ -15,7 +15,7 @@ def register() -> None:
     products = (
         *(qao.int4_mm, qao.int8_mm, qao.fp8_mm, qao.fp4_mm),
         *(qao.int8_int8_mm, qao.int8_int4_mm, qao.fp8_fp8_mm, qao.fp8_int4_mm),
-        *(qao.int8_scaled_mm, qao.fp8_scaled_mm),
+        *(qao.int8_scaled_mm, qao.fp8_scaled_mm, qao.gguf_mm),
     )
     register_flop_formula(products)(_product)
     register_flop_formula(qao.add_rms_norm_int4_mm)(_fused)
@@ -23,6 +23,7 @@ def register() -> None:
         (
             *(qao.int4_grouped_mm, qao.int8_grouped_mm, qao.fp8_grouped_mm, qao.int8_int8_grouped_mm),
             *(qao.int8_int4_grouped_mm, qao.fp8_fp8_grouped_mm, qao.fp8_int4_grouped_mm, qao.fp4_grouped_mm),
+            qao.gguf_grouped_mm,
         )
     )(_grouped)
 

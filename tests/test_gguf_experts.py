@@ -1,0 +1,80 @@
+"""Experts of GGUF files: in the file's blocks, with a scheme, and in MXFP4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qao
+import torch
+from qao.nn import QuantExperts
+from qao.schemes import GgufWeightOnly
+
+pytest.importorskip("gguf")
+transformers: Any = pytest.importorskip("transformers")
+
+from test_gguf_models import MODELS, float_model, write  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+KEPT = "qao.integrations.huggingface.from_pretrained.kept_gguf_types"
+
+
+def test_experts_are_quantized_with_a_scheme(tmp_path: Path) -> None:
+    """They are stacked in the file, in Q8_0 here."""
+    architecture, changes = MODELS["qwen3_moe"]
+    path = write(tmp_path / "model.gguf", float_model("qwen3_moe", changes), architecture, "Q8_0")
+    floats = qao.from_pretrained(path, dequantize=True)
+    made = qao.from_pretrained(path, scheme=qao.Int8WeightOnly())
+    assert sum(isinstance(one, QuantExperts) for one in made.modules()) == 4
+    ids = torch.arange(24)[None]
+    with torch.inference_mode():
+        expected, logits = floats(ids).logits, made(ids).logits
+    assert 0 < (logits - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ("mixtral", "qwen3_moe", "olmoe"))
+def test_experts_keep_their_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a scheme, on CPUs with kernels: the values of the file, saved and restored; elsewhere floats."""
+    architecture, changes = MODELS[name]
+    path = write(tmp_path / "model.gguf", float_model(name, changes), architecture, "Q8_0")
+    floats = qao.from_pretrained(path, dequantize=True)
+    monkeypatch.setattr(KEPT, lambda device_map: ("Q8_0",))
+    model = qao.from_pretrained(path, dtype=torch.float32)
+    experts = [one for one in model.modules() if isinstance(one, QuantExperts)]
+    assert len(experts) == 4 and all(one.up.scheme == one.down.scheme == GgufWeightOnly("Q8_0") for one in experts)
+    ids = torch.arange(24)[None]
+    with torch.inference_mode():
+        expected, logits = floats(ids).logits, model(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    model.save_pretrained(tmp_path / "saved")
+    with torch.inference_mode():
+        assert torch.equal(qao.from_pretrained(tmp_path / "saved")(ids).logits, logits)
+    for own, plain in zip(qao.dequantize_(model).model.layers, floats.model.layers, strict=True):
+        assert torch.equal(own.mlp.experts.gate_up_proj, plain.mlp.experts.gate_up_proj)
+        assert torch.equal(own.mlp.experts.down_proj, plain.mlp.experts.down_proj)
+    monkeypatch.setattr(KEPT, lambda device_map: ())
+    with pytest.warns(UserWarning, match="12 of Q8_0"):  # gate, up and down of four blocks
+        elsewhere = qao.from_pretrained(path, dtype=torch.float32)
+    assert not any(isinstance(one, QuantExperts) for one in elsewhere.modules())
+
+
+def test_experts_of_two_types_are_floats(tmp_path: Path) -> None:
+    """gate and up are one weight in transformers."""
+    architecture, changes = MODELS["qwen3_moe"]
+    path = write(tmp_path / "model.gguf", float_model("qwen3_moe", changes), architecture, "Q8_0", up="Q5_0")
+    model = qao.from_pretrained(path)
+    assert not any(isinstance(one, QuantExperts) for one in model.modules())
+
+
+def test_experts_in_mxfp4_stay_in_four_bits(tmp_path: Path) -> None:
+    """As fp4, which has the same values, without a scheme."""
+    architecture, changes = MODELS["gpt_oss"]
+    path = write(tmp_path / "model.gguf", float_model("gpt_oss", changes), architecture, "MXFP4")
+    floats = qao.from_pretrained(path, dequantize=True, dtype=torch.float32)
+    model = qao.from_pretrained(path)
+    assert model.model.layers[0].mlp.experts.up.scheme == qao.Fp4WeightOnly() and model.dtype == torch.bfloat16
+    again = qao.dequantize_(qao.from_pretrained(path, dtype=torch.float32))
+    experts, expected = (one.model.layers[3].mlp.experts for one in (again, floats))
+    assert torch.equal(experts.gate_up_proj, expected.gate_up_proj)
+    assert torch.equal(experts.down_proj, expected.down_proj)
