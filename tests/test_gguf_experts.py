@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ def test_experts_keep_their_blocks(name: str, tmp_path: Path, monkeypatch: pytes
     model.save_pretrained(tmp_path / "saved")
     with torch.inference_mode():
         assert torch.equal(qao.from_pretrained(tmp_path / "saved")(ids).logits, logits)
+    halves = qao.from_pretrained(path, dtype=torch.bfloat16)  # the loader's default dtype is bfloat16
+    loaded = [one for one in halves.modules() if isinstance(one, QuantExperts)]
+    assert all(one._gate == (1.0, math.inf, 0.0, False) for one in loaded)  # SiLU, applied by the operator
     for own, plain in zip(qao.dequantize_(model).model.layers, floats.model.layers, strict=True):
         assert torch.equal(own.mlp.experts.gate_up_proj, plain.mlp.experts.gate_up_proj)
         assert torch.equal(own.mlp.experts.down_proj, plain.mlp.experts.down_proj)

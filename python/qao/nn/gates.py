@@ -21,8 +21,9 @@ def gate_of(fused: Any, width: int) -> Gate | None:
     """
     if not fused.has_gate:
         return None
-    sizes = torch.logspace(-3, 6, 32, device="cpu").unsqueeze(1)  # a limit above a million is not detected
-    probe = torch.randn(32, 2 * width, generator=torch.Generator().manual_seed(0), device="cpu") * sizes
+    options: Any = {"dtype": torch.float32, "device": "cpu"}  # loaders set other defaults
+    sizes = torch.logspace(-3, 6, 32, **options).unsqueeze(1)  # a limit above a million is not detected
+    probe = torch.randn(32, 2 * width, generator=torch.Generator().manual_seed(0), **options) * sizes
     try:
         y = fused._apply_gate(probe)
     except Exception:  # noqa: BLE001  # it needs other inputs, so it is another gate

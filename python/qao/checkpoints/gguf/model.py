@@ -102,7 +102,7 @@ class Model:
         if not self.architecture.permuted or stem not in ("attn_q", "attn_k"):
             return None
         heads = self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
-        rows = torch.arange(heads * self.config["head_dim"])
+        rows = torch.arange(heads * self.config["head_dim"], device="cpu")
         return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def norm_offset(self, name: str) -> float:
