@@ -245,12 +245,6 @@ struct Unpack<kQ2_K> {
     unit->minima = _mm512_mul_ps(_mm512_cvtepi32_ps(minima), _mm512_set1_ps(fp16(p + 82)));
   }
 };
-template <Type kType>
-inline __m512 load_scales(const uint8_t* p) {
-  alignas(64) float scales[kUnitSegments];
-  Blocks<kType>::scales(p, scales, nullptr);
-  return _mm512_load_ps(scales);
-}
 template <>
 struct Unpack<kQ3_K> {
   static constexpr int kScales = 4;
@@ -262,18 +256,32 @@ struct Unpack<kQ3_K> {
       const __mmask64 set = _mm512_test_epi8_mask(high, in_halves(0x0101 << v, 0x1010 << v));
       unit->codes[v] = _mm512_mask_add_epi8(low, set, low, _mm512_set1_epi8(4));
     }
-    unit->scales = load_scales<kQ3_K>(p);
+    // In registers: a load from two stores would wait for both.
+    const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 96)), four = _mm_set1_epi8(15);
+    const __m128i low = _mm_and_si128(_mm_unpacklo_epi64(both, _mm_srli_epi16(both, 4)), four);
+    const __m128i bits = _mm_srlv_epi32(_mm_set1_epi32(static_cast<int>(load32(p + 104))), _mm_setr_epi32(0, 2, 4, 6));
+    const __m128i upper = _mm_slli_epi16(_mm_and_si128(bits, _mm_set1_epi8(3)), 4);
+    const __m512i six = _mm512_sub_epi32(_mm512_cvtepu8_epi32(_mm_or_si128(low, upper)), _mm512_set1_epi32(32));
+    unit->scales = _mm512_mul_ps(_mm512_cvtepi32_ps(six), _mm512_set1_ps(fp16(p + 108)));
   }
 };
 template <>
 struct Unpack<kIq4Xs> {
   static constexpr int kScales = 2, kNibblesAt = 8;
-  static constexpr bool kPairs = false;
+  static constexpr bool kPairs = true;
   __attribute__((always_inline)) static void unpack(const uint8_t* p, Unit* unit) {
     split(_mm512_loadu_si512(p + kNibblesAt), unit->codes);
     split(_mm512_loadu_si512(p + kNibblesAt + 64), unit->codes + 2);
     to_iq4(unit);
-    unit->scales = load_scales<kIq4Xs>(p);
+    const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const auto bits = [&](uint32_t word, int width) {  // eight numbers
+      const __m256i shifted = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)),
+                                                _mm256_mullo_epi32(number, _mm256_set1_epi32(width)));
+      return _mm256_and_si256(shifted, _mm256_set1_epi32((1 << width) - 1));
+    };
+    const __m256i six = _mm256_or_si256(bits(load32(p + 4), 4), _mm256_slli_epi32(bits(load16(p + 2), 2), 4));
+    const __m256 scales = _mm256_cvtepi32_ps(_mm256_sub_epi32(six, _mm256_set1_epi32(32)));
+    unit->scales = _mm512_zextps256_ps512(_mm256_mul_ps(scales, _mm256_set1_ps(fp16(p))));
   }
 };
 
