@@ -9,7 +9,7 @@ from typing import Any
 
 from .finding import Finding
 
-KINDS = ("right", "wrong", "raises", "crashes", "hangs", "too much memory")
+KINDS = ("right", "wrong", "raises", "crashes", "hangs", "waits", "too much memory")
 
 
 def draw(rng: random.Random) -> dict[str, Any]:
@@ -24,9 +24,12 @@ def run(case: dict[str, Any], device: str) -> int:
     if case["kind"] == "crashes":
         os.kill(os.getpid(), signal.SIGSEGV)
     if case["kind"] == "hangs":
-        signal.alarm(1)  # of SECONDS_OF_A_CASE
+        signal.setitimer(signal.ITIMER_PROF, 1)  # of SECONDS_OF_A_CASE
         while True:
             pass
+    if case["kind"] == "waits":
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        signal.pause()
     if case["kind"] == "too much memory":
         bytearray(8 << 30)
     return 1

@@ -27,7 +27,8 @@ from typing import Any
 
 from .finding import Finding
 
-SECONDS_OF_A_CASE = 20
+SECONDS_OF_A_CASE = 20  # of the processor
+WAITING = 15  # times as long for a case that waits, for something that never happens or for other processes
 MEMORY = 3 << 30  # bytes of address space that a worker may take after its start
 _PLACE = struct.Struct("<QQ")  # the case that runs, and problems so far
 
@@ -62,11 +63,17 @@ def attempt(fuzzer: str, case: dict[str, Any], device: str) -> tuple[int, str | 
         return 0, f"{type(error).__name__}: {str(error)[:600]} (at {', '.join(frames)})"
 
 
+def _watch(seconds: float = SECONDS_OF_A_CASE) -> None:
+    """End the process, unless this is called again in time: the default action of both signals. 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds * WAITING)
+
+
 def shortened(fuzzer: str, case: dict[str, Any], wrong: str, device: str) -> tuple[dict[str, Any], str]:
     """The case without the steps that something is wrong without as well."""
     for i in reversed(range(len(case.get("steps", ())))):
         fewer = {**case, "steps": case["steps"][:i] + case["steps"][i + 1 :]}
-        signal.alarm(SECONDS_OF_A_CASE)
+        _watch()
         if (other := attempt(fuzzer, fewer, device)[1]) is not None:
             case, wrong = fewer, other
     return case, wrong
@@ -86,14 +93,14 @@ def work(fuzzer: str, level: str, seed: int, first: int, count: int, end: float,
         problems, index = 0, first
         while index < first + count and time.monotonic() < end and os.getppid() == parent:
             _PLACE.pack_into(shared, 0, index, problems)
-            signal.alarm(SECONDS_OF_A_CASE)  # its default action ends the process
+            _watch()
             done, wrong = attempt(fuzzer, case_of(fuzzer, seed, index), device)
             problems += done
             if wrong is not None:
                 case, wrong = shortened(fuzzer, case_of(fuzzer, seed, index), wrong, device)
                 print(json.dumps({"case": case, "wrong": wrong}), flush=True)
             index += 1
-        signal.alarm(0)
+        _watch(0)
         _PLACE.pack_into(shared, 0, index, problems)
     print(json.dumps({"end": index}), flush=True)
 
@@ -148,7 +155,9 @@ def run(fuzzer: str, level: str, seed: int, first: int, count: int, seconds: flo
 
 def _death(result: subprocess.CompletedProcess[str]) -> str:
     code = -result.returncode
-    if code == signal.SIGALRM:
+    if code == signal.SIGPROF:
         return f"it takes more than {SECONDS_OF_A_CASE} s"
+    if code == signal.SIGALRM:
+        return f"it waits for more than {SECONDS_OF_A_CASE * WAITING} s"
     how = f"signal {signal.Signals(code).name}" if code > 0 else f"exit code {result.returncode}"
     return f"the process ended: {how}; {result.stderr[-800:]}"
