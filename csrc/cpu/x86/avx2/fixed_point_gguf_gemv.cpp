@@ -1,11 +1,13 @@
 // GGUF W by a few rows of x in fixed point with AVX2, any block type.
-// Codes of 256 columns of a row of W, less their offset, and the words of x are 16-bit integers in natural order:
-//   y += x_scale * sum over segments of scale * sum(code * x) - minimum * sum(x).
-// Sums of a segment of 16 columns, or of two with one scale, are exact.
+//   y += x_scale * sum over segments of scale * sum(code * x) - minimum * sum(x)
+// Types with scales of small integers (k_quant_unpack.h): bytes of codes by bytes of x, and the sums of 256 columns,
+// scales included, are exact. Others: codes less their offset and words of x are 16-bit integers, and sums of a segment
+// of 16 columns, or of two with one scale, are exact.
 #include "cpu/gemm/kernels.h"
 #include "cpu/gguf_blocks.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
+#include "cpu/x86/avx2/k_quant_unpack.h"
 #include "cpu/x86/avx2/simd.h"
 
 namespace qao::cpu {
@@ -127,15 +129,144 @@ void run_row(const Job& job, int64_t n, int64_t m, int16_t* words) {
   }
 }
 
+// ---- K-quants ----
+
+// A word of 256 columns of x in natural order.
+struct Planes {
+  alignas(32) int8_t high[kUnit], low[kUnit];                         // x = 256 * high + low
+  alignas(32) int16_t high_offset[kUnit / 2], low_offset[kUnit / 2];  // pairs of columns, summed, times W's offset
+};
+
+// [m][chunks][kMaxWords]. Words that a chunk does not have are not written.
+Planes* planes_of(const Job& job, int64_t m, int64_t chunk, Planes* planes) {
+  return planes + (m * job.fixed_point.chunks + chunk) * kMaxWords;
+}
+
+template <Type kType>
+Planes* make_planes(const Job& job) {
+  const int64_t count = job.m * job.fixed_point.chunks * kMaxWords;
+  auto* planes = static_cast<Planes*>(scratch(Scratch::kPanel, count * int64_t{sizeof(Planes)}));
+  for (int64_t m = 0; m < job.m; ++m) {
+    for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk) {
+      Planes* to = planes_of(job, m, chunk, planes);
+      for (int w = 0; w < job.fixed_point.chunk_words[m * job.fixed_point.chunks + chunk]; ++w, ++to) {
+        const int8_t* bytes = job.fixed_point.bytes[w] + (m * job.fixed_point.chunks + chunk) * 2 * kUnit;
+        for (int s = 0; s < kUnitSegments; ++s) {
+          const int place = job.fixed_point.segment_places[s];
+          const int8_t* high = bytes + place / 4 * 2 * kTileColumns + place % 4 * kSegment;
+          std::memcpy(to->high + s * kSegment, high, kSegment);
+          std::memcpy(to->low + s * kSegment, high + kTileColumns, kSegment);
+        }
+        if constexpr (Blocks<kType>::kOffset != 0) {
+          const __m256i offset = _mm256_set1_epi8(Blocks<kType>::kOffset);
+          for (int k = 0; k < kUnit; k += 32) {
+            store256(to->high_offset + k / 2, _mm256_maddubs_epi16(offset, load256(to->high + k)));
+            store256(to->low_offset + k / 2, _mm256_maddubs_epi16(offset, load256(to->low + k)));
+          }
+        }
+      }
+    }
+  }
+  return planes;
+}
+
+// Compilers would move unpacking out of a loop over words, and add all products at the end: there are too few
+// registers.
+inline const uint8_t* renewed(const uint8_t* bytes) {
+  asm("" : "+r"(bytes));
+  return bytes;
+}
+inline void keep(__m256i* sum) { asm("" : "+x"(*sum)); }
+
+// Row n of W by rows m .. m + kM of x.
+template <Type kType, int kM>
+void run_k_quant_row(const Job& job, int64_t n, int64_t m, Planes* planes) {
+  using B = Blocks<kType>;
+  using U = KQuant<kType>;
+  __m256 sums[kM];
+#pragma GCC unroll 2
+  for (int i = 0; i < kM; ++i) sums[i] = _mm256_setzero_ps();
+  const uint8_t* block = job.weight + n * job.row_bytes;
+  for (int64_t chunk = 0; chunk < job.fixed_point.chunks; ++chunk, block += B::kBytes) {
+    for (int64_t byte = 0; byte < B::kBytes; byte += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(block + kAheadBytes + byte), _MM_HINT_T1);
+    }
+    int words = 0;
+    float x_scale[kM];
+    const Planes* x[kM];
+#pragma GCC unroll 2
+    for (int i = 0; i < kM; ++i) {
+      const int64_t at = (m + i) * job.fixed_point.chunks + chunk;
+      words = job.fixed_point.chunk_words[at] > words ? job.fixed_point.chunk_words[at] : words;
+      x_scale[i] = job.fixed_point.scales[at];
+      x[i] = planes_of(job, m + i, chunk, planes);
+    }
+#pragma GCC unroll 1
+    for (int word = 0; word < words; ++word) {
+      const U unit(renewed(block));
+      __m256i high[kM], low[kM];
+#pragma GCC unroll 2
+      for (int i = 0; i < kM; ++i) high[i] = low[i] = _mm256_setzero_si256();
+      each<kUnit / 32>([&]<int v> __attribute__((always_inline)) {
+        const __m256i codes = unit.template codes<v>(), scales = unit.template scales<v>();
+#pragma GCC unroll 2
+        for (int i = 0; i < kM; ++i) {
+          __m256i of_high = _mm256_maddubs_epi16(codes, load256(x[i][word].high + 32 * v));
+          __m256i of_low = _mm256_maddubs_epi16(codes, load256(x[i][word].low + 32 * v));
+          if constexpr (B::kOffset != 0) {
+            of_high = _mm256_sub_epi16(of_high, load256(x[i][word].high_offset + 16 * v));
+            of_low = _mm256_sub_epi16(of_low, load256(x[i][word].low_offset + 16 * v));
+          }
+          high[i] = _mm256_add_epi32(high[i], _mm256_madd_epi16(of_high, scales));
+          low[i] = _mm256_add_epi32(low[i], _mm256_madd_epi16(of_low, scales));
+          keep(&high[i]), keep(&low[i]);
+        }
+      });
+#pragma GCC unroll 2
+      for (int i = 0; i < kM; ++i) {
+        // Where a row has fewer words, the factor is 0 for any bytes.
+        const bool has = word < job.fixed_point.chunk_words[(m + i) * job.fixed_point.chunks + chunk];
+        const float unit_of_word = word == 0 ? 1.0f : word == 1 ? 0x1p-15f : 0x1p-30f;
+        const __m256 sum =
+            _mm256_fmadd_ps(_mm256_cvtepi32_ps(high[i]), _mm256_set1_ps(256), _mm256_cvtepi32_ps(low[i]));
+        const float factor = has ? unit.scale() * (x_scale[i] * unit_of_word) : 0.0f;
+        sums[i] = _mm256_fmadd_ps(sum, _mm256_set1_ps(factor), sums[i]);
+      }
+    }
+    if constexpr (B::kHasMinima) {
+      const U unit(renewed(block));
+#pragma GCC unroll 2
+      for (int i = 0; i < kM; ++i) {
+        const float* x_sums = job.fixed_point.segment_sums + ((m + i) * job.fixed_point.chunks + chunk) * kUnitSegments;
+        sums[i] = unit.less_minima(x_sums, sums[i]);
+      }
+    }
+  }
+  const float bias = job.bias != nullptr ? load(job.bias, n, job.bias_dtype) : 0.0f;
+  for (int i = 0; i < kM; ++i) {
+    store(job.y, (m + i) * job.n + n, job.y_dtype, lane_sum(sums[i]) + bias);
+  }
+}
+
+template <typename Row>
+void run_rows(const Job& job, int64_t begin, int64_t end, const Row& row) {
+  for (int64_t n = begin * kTileRows; n < least(end * kTileRows, job.n); ++n) {
+    int64_t m = 0;
+    for (; m + 2 <= job.m; m += 2) row.template operator()<2>(n, m);
+    if (m < job.m) row.template operator()<1>(n, m);
+  }
+}
+
 }  // namespace
 
 void avx2::fixed_point_gguf_gemv(const Job& job, int64_t begin, int64_t end) {
-  int16_t* words = make_words(job);
   with_type(job.gguf_type, [&]<Type kType> {
-    for (int64_t n = begin * kTileRows; n < least(end * kTileRows, job.n); ++n) {
-      int64_t m = 0;
-      for (; m + 2 <= job.m; m += 2) run_row<kType, 2>(job, n, m, words);
-      if (m < job.m) run_row<kType, 1>(job, n, m, words);
+    if constexpr (kIsKQuant<kType>) {
+      Planes* planes = make_planes<kType>(job);
+      run_rows(job, begin, end, [&]<int kM>(int64_t n, int64_t m) { run_k_quant_row<kType, kM>(job, n, m, planes); });
+    } else {
+      int16_t* words = make_words(job);
+      run_rows(job, begin, end, [&]<int kM>(int64_t n, int64_t m) { run_row<kType, kM>(job, n, m, words); });
     }
   });
 }

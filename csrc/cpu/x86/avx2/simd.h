@@ -71,8 +71,6 @@ __attribute__((always_inline)) static inline void transpose8(__m256i (&a)[8]) {
   for (int i = 0; i < 8; ++i) a[i] = b[i];
 }
 
-// e^v: 2^n times a polynomial in the remainder, at most ln(2) / 2 in magnitude. Relative error 2^-23 for normal
-// results.
 // The sum of all lanes.
 static inline float lane_sum(__m256 a) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -80,6 +78,8 @@ static inline float lane_sum(__m256 a) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+// e^v: 2^n times a polynomial in the remainder, at most ln(2) / 2 in magnitude. Relative error 2^-23 for normal
+// results.
 static inline __m256 exponential(__m256 v) {
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(v, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   __m256 rest = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), v);
