@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,16 @@ GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_m
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 GEMMA3 = {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD, "num_hidden_layers": 7}
 LONG = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
+DEEPSEEK = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
+    **{"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2},
+}
+MLA = {
+    **{"num_key_value_heads": HEADS, "head_dim": 8, "kv_lora_rank": 32, "q_lora_rank": 48},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 16},
+}
+MSCALE = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+LITE = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_hidden_layers": 27}
 # Model type of transformers: architecture of llama.cpp, changes of config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", {"rope_scaling": YARN}),
@@ -63,7 +73,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"use_sliding_window": False}),
     "starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": None}),
     "seed_oss": ("seed_oss", {"attention_bias": True}),
+    "deepseek_v2": ("deepseek2", {**DEEPSEEK, **MLA, **LITE, "rope_scaling": MSCALE}),
+    "deepseek_v2 groups": ("deepseek2", {**DEEPSEEK, **MLA, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("deepseek2", {**DEEPSEEK, **MLA, "rope_scaling": {**MSCALE, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "glm4_moe": ("glm4moe", {**DEEPSEEK, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True}),
+    "dots1": ("dots1", {**DEEPSEEK, "norm_topk_prob": True, "sliding_window": None}),
 }
+NOT_WRITTEN = ("gpt-oss", "deepseek2")
 PERMUTED = ("llama", "granite", "smollm3")
 # Keys of the metadata by names in config.json, as llama.cpp's conversion writes them.
 KEYS = {
@@ -90,7 +106,49 @@ KEYS = {
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
 }
+
+
+def scores(config: Any) -> dict[str, Any]:
+    return {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}
+
+
+def mla_keys(config: Any) -> dict[str, Any]:
+    latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    keys = {"attention.head_count_kv": 1, "attention.key_length": latent + rope, "attention.value_length": latent}
+    keys |= {"attention.key_length_mla": config.qk_head_dim, "attention.value_length_mla": config.v_head_dim}
+    keys |= {"attention.kv_lora_rank": latent, "attention.q_lora_rank": config.q_lora_rank}
+    keys |= scores(config) if config.model_type == "deepseek_v3" else {"expert_gating_func": 1}
+    if "mscale_all_dim" in config.rope_parameters:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope_parameters["mscale_all_dim"]
+    return keys
+
+
+# Keys that llama.cpp's conversion computes from config.json; None: left out.
+COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "deepseek2": mla_keys,
+    "gpt-oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
+    "glm4moe": scores,
+    "dots1": scores,
+}
+
+
+def split_kv(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    """DeepSeek's heads: keys are transposed, so that the latent vector need not be expanded."""
+    if not name.endswith("kv_b_proj.weight"):
+        return {name: tensor}
+    heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+    k, v = heads.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+    return {name.replace("kv_b", "k_b"): k.transpose(1, 2), name.replace("kv_b", "v_b"): v}
+
+
+CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {"deepseek2": split_kv}
 
 
 def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
@@ -99,7 +157,7 @@ def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
     config = transformers.AutoConfig.for_model(name.split()[0], **SIZES | dict(changes))
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        for key, parameter in model.state_dict().items():
             if key.endswith(("norm.weight", "bias", "layernorm.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
@@ -107,12 +165,15 @@ def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
 
 def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
     """Tensors of the model by name in the file, as llama.cpp converts them."""
-    layers = model.config.num_hidden_layers  # type: ignore[union-attr]
+    layers = model.config.num_hidden_layers + 1  # type: ignore[union-attr, operator]
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names, made = gguf.get_tensor_name_map(arch, layers), {}
-    for name, tensor in model.state_dict().items():
+    change = CHANGED.get(architecture, lambda name, tensor, config: {name: tensor})
+    changed = [change(name, tensor, model.config) for name, tensor in model.state_dict().items()]
+    for name, tensor in (pair for one in changed for pair in one.items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:  # type: ignore[union-attr]
             continue
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         module, _, kind = name.rpartition(".")
         found = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)", name)
         if found and architecture != "gpt-oss":
@@ -143,22 +204,31 @@ def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32", up
     """``kind``: the type of tensors of two and three dimensions; ``up``: that of the up projections of experts."""
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
+    head = getattr(config, "head_dim", HEAD)
+    keys: dict[str, Any] = {"vocab_size": VOCAB, "attention.key_length": head, "attention.value_length": head}
     for name, key in KEYS.items():
         value = getattr(config, name, None)
         if value is not None and not (name == "sliding_window" and architecture in ("llama", "qwen2moe", "smollm3")):
-            add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+            keys[key] = value
+    for key, value in (keys | COMPUTED.get(architecture, lambda config: {})(config)).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}.get(type(value))
+        if add is not None:
             add(f"{architecture}.{key}", value)
-    for key in ("key_length", "value_length"):
-        writer.add_uint32(f"{architecture}.attention.{key}", HEAD)
+        elif value is not None:
+            writer.add_array(f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("none")
     rope = config.rope_parameters
     inner = rope.get("full_attention", rope)
     share = inner.get("partial_rotary_factor", 1.0)
-    writer.add_rope_dimension_count(int(HEAD * share))
+    writer.add_rope_dimension_count(int(head * share))
     writer.add_rope_freq_base(inner["rope_theta"])
     if inner["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(inner["factor"])
         writer.add_rope_scaling_orig_ctx_len(inner["original_max_position_embeddings"])
+        for end in ("fast", "slow"):
+            if architecture != "gpt-oss" and f"beta_{end}" in inner:
+                getattr(writer, f"add_rope_scaling_yarn_beta_{end}")(inner[f"beta_{end}"])
     if inner["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(inner["factor"])
@@ -192,8 +262,8 @@ def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 
     model.save_pretrained(tmp_path / "model")
     made = main(["convert", str(tmp_path / "model"), str(tmp_path / "ours.gguf"), "--quiet"])
-    if architecture == "gpt-oss":
-        assert made == 1 and "fused experts" in capsys.readouterr().err
+    if architecture in NOT_WRITTEN:
+        assert made == 1 and "are read, but not written" in capsys.readouterr().err
         return
     assert made == 0
     theirs, written = (gguf.GGUFReader(tmp_path / file) for file in ("model.gguf", "ours.gguf"))
@@ -203,6 +273,96 @@ def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     for key, field in theirs.fields.items():
         if key.startswith(f"{architecture}."):
             assert written.fields[key].contents() == pytest.approx(field.contents()), key
+
+
+# What llama.cpp lacks or does differently: changes of config.json, or a reason to skip.
+DIFFERENT: dict[str, dict[str, Any] | str] = {
+    "olmoe": {"num_key_value_heads": HEADS},
+    "dots1": {"num_key_value_heads": HEADS},
+    "cohere": {"use_qk_norm": False},  # it reads these norms in files of 64 blocks only
+    "gpt_oss": "it rounds the bounds between which YaRN blends frequencies",
+    "phi3 longrope": "it chooses the factors by the size of the context, not of the text",
+    "deepseek_v2 groups": "it scores groups by their two best experts, not by the best",
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp(name: str, tmp_path: Path) -> None:
+    """The test's own files are those of llama.cpp."""
+    llama_cpp: Any = pytest.importorskip("llama_cpp")
+    architecture, changes = MODELS[name]
+    different = DIFFERENT.get(name, {})
+    if isinstance(different, str):
+        pytest.skip(different)
+    model: Any = float_model(name, changes | different)
+    path = str(write(tmp_path / "model.gguf", model, architecture))
+    rope = model.config.rope_parameters
+    betas = {f"yarn_beta_{name}": rope.get(f"beta_{name}", value) for name, value in (("fast", 32.0), ("slow", 1.0))}
+    theirs = llama_cpp.Llama(path, n_ctx=64, logits_all=True, verbose=False, type_k=0, type_v=0, **betas)
+    ids = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
+    theirs.eval(ids.tolist())
+    with torch.inference_mode():
+        expected = model(ids[None]).logits[0]
+    logits = torch.from_numpy(np.array(theirs.scores[: len(ids)]))
+    assert (logits - expected).norm() <= 1e-3 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_old_files_of_deepseek(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until 2025, heads were not split, and all keys were of whole heads."""
+
+    def keys(config: Any) -> dict[str, Any]:
+        made = mla_keys(config) | {"attention.head_count_kv": HEADS, "attention.key_length_mla": None}
+        made |= {"attention.value_length_mla": None, "attention.key_length": config.qk_head_dim}
+        return made | {"attention.value_length": config.v_head_dim}
+
+    monkeypatch.delitem(CHANGED, "deepseek2")
+    monkeypatch.setitem(COMPUTED, "deepseek2", keys)
+    model: Any = float_model("deepseek_v3", MODELS["deepseek_v3"][1])
+    path = write(tmp_path / "model.gguf", model, "deepseek2")
+    ids = torch.arange(24)[None]
+    with torch.inference_mode():
+        expected, logits = model(ids).logits, qao.from_pretrained(path, dequantize=True)(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_blocks_that_predict_further_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers leaves out the last block of GLM-4.5."""
+    _, changes = MODELS["glm4_moe"]
+    layers = SIZES["num_hidden_layers"]
+
+    def keys(config: Any) -> dict[str, Any]:
+        return scores(config) | {"block_count": layers + 1, "nextn_predict_layers": 1}
+
+    def twice(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+        again = name.replace(f"layers.{layers - 1}.", f"layers.{layers}.")
+        added = {f"model.layers.{layers}.enorm.weight": tensor} if name == "model.norm.weight" else {}
+        return {name: tensor, again: tensor, **added}
+
+    model: Any = float_model("glm4_moe", changes)
+    monkeypatch.setitem(COMPUTED, "glm4moe", keys)
+    monkeypatch.setitem(CHANGED, "glm4moe", twice)
+    path = write(tmp_path / "model.gguf", model, "glm4moe")
+    assert f"blk.{layers}.nextn.enorm.weight" in {one.name for one in gguf.GGUFReader(path).tensors}
+    read = qao.from_pretrained(path, dequantize=True)
+    assert read.config.num_hidden_layers == layers
+    ids = torch.arange(24)[None]
+    with torch.inference_mode():
+        assert torch.equal(read(ids).logits, model(ids).logits)
+
+
+def test_missing_halves(tmp_path: Path) -> None:
+    """Of a tensor that is computed from two."""
+    path = write(tmp_path / "model.gguf", float_model("deepseek_v3", MODELS["deepseek_v3"][1]), "deepseek2")
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"blk.2.attn_v_b", b"blk.1.attn_v_c"))
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.attn_v_c\.weight is unknown"):
+        open_checkpoint(path)
+    path.write_bytes(content.replace(b"blk.2.attn_v_b.weight", b"blk.2.attn_q_a_norm.x"))
+    with pytest.raises(CheckpointError, match="unknown"):
+        open_checkpoint(path)
 
 
 def test_sliding_windows(tmp_path: Path) -> None:

@@ -6,9 +6,25 @@ graphs (src/models). Mistral's and Mixtral's models have the architecture "llama
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Sizes = Mapping[str, int]
+
+
+class Made(NamedTuple):
+    """A tensor of transformers that is computed from tensors of a block.
+
+    ``function``: takes the sizes, and the file's tensors in float32.
+    """
+
+    sources: tuple[str, ...]
+    shape: str
+    function: Callable[..., Tensor]
 
 
 class Stem(NamedTuple):
@@ -20,7 +36,8 @@ class Stem(NamedTuple):
 
     module: str
     shape: str
-    names: tuple[str, ...] = ("weight", "bias")  # in transformers of the file's tensors with these endings
+    names: tuple[str, ...] = ("weight", "bias")  # in transformers of these endings; (): read with another tensor
+    made: Made | None = None
 
 
 class Entry(NamedTuple):
@@ -28,9 +45,20 @@ class Entry(NamedTuple):
 
     name: str
     key: str
-    kind: type[int] | type[float] = int
+    kind: type[int] | type[float] | type[bool] = int
     default: Any = None  # of an absent key; None: the key is required
     optional: bool = False  # left out of config.json if the key is absent
+    least: int = 1
+
+
+class Metadata(Protocol):
+    """What a row may ask of a file. Keys are behind "<architecture>."."""
+
+    def number(self, key: str, default: Any = None, kind: Any = int, least: int = 1) -> Any: ...
+    def per_block(self, key: str, default: Any = None) -> list[Any]: ...
+    def has_key(self, key: str) -> bool: ...
+    def has_tensor(self, name: str) -> bool: ...
+    def error(self, what: str) -> Exception: ...
 
 
 _BIASED = {"attention_bias": "attn_q.bias"}
@@ -49,6 +77,13 @@ class Architecture:
     present: Mapping[str, str] = field(default_factory=lambda: _BIASED)  # entries that say whether block 0 has a tensor
     yarn: Mapping[str, Any] = field(default_factory=dict)  # parameters of YaRN that no file holds
     partial_rotary: bool = False  # whether a head may be rotated in part
+    head_dim: str = "attention.key_length"  # key of config.json's head_dim
+    top: Mapping[str, Stem] = field(default_factory=dict)  # tensors outside of blocks, besides TOP
+    arrays: tuple[str, ...] = ()  # keys that may have a number for each block; config.json has the largest
+    configure: Callable[[Metadata], dict[str, Any]] | None = None  # more entries of config.json
+    sizes: Callable[[Mapping[str, Any], int], dict[str, int]] | None = None  # more symbols, from config.json and block
+    constants: Mapping[str, int] = field(default_factory=dict)  # numbers of files that may not differ
+    written: bool = True  # whether the table suffices to write files
 
 
 _ATTENTION = {
@@ -95,8 +130,25 @@ _SHARED_EXPERT = {
     "ffn_up_shexp": Stem("mlp.shared_expert.up_proj", "s h"),
     "ffn_down_shexp": Stem("mlp.shared_expert.down_proj", "h s"),
 }
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": Stem("mlp.shared_experts.gate_proj", "s h"),
+    "ffn_up_shexp": Stem("mlp.shared_experts.up_proj", "s h"),
+    "ffn_down_shexp": Stem("mlp.shared_experts.down_proj", "h s"),
+}
+_CORRECTION = {"exp_probs_b": Stem("mlp.gate", "e", ("", "e_score_correction_bias"))}
 _COUNTS = (Entry("num_experts_per_tok", "expert_used_count"),)
 _MOE = (Entry("num_experts", "expert_count"), Entry("moe_intermediate_size", "expert_feed_forward_length"), *_COUNTS)
+_ROUTED = (  # DeepSeek's: dense blocks first, shared experts, experts in groups
+    Entry("n_routed_experts", "expert_count"),
+    Entry("moe_intermediate_size", "expert_feed_forward_length"),
+    *_COUNTS,
+    Entry("first_k_dense_replace", "leading_dense_block_count", default=0, least=0),
+    Entry("n_shared_experts", "expert_shared_count"),
+    Entry("routed_scaling_factor", "expert_weights_scale", float, 1.0),
+)
+_GROUPS = (Entry("n_group", "expert_group_count", default=1), Entry("topk_group", "expert_group_used_count", default=1))
+_SIGMOID = {"expert_gating_func": 2}
+_NORM = Entry("norm_topk_prob", "expert_weights_norm", bool, False)
 _SOFTCAPS = (
     Entry("attn_logit_softcapping", "attn_logit_softcapping", float, 50.0),
     Entry("final_logit_softcapping", "final_logit_softcapping", float, 30.0),
@@ -125,8 +177,143 @@ MIXTRAL = Architecture(  # "llama" with experts
     permuted=True,
 )
 
+
+def _kv_b(sizes: Sizes, k: Tensor, v: Tensor) -> Tensor:
+    """DeepSeek's heads: keys, which the file transposes, and values."""
+    return torch.cat((k.transpose(1, 2), v), 1).flatten(0, 1)
+
+
+_MLA = {
+    "attn_norm": _ATTENTION["attn_norm"],
+    "attn_q": Stem("self_attn.q_proj", "q h"),
+    "attn_q_a": Stem("self_attn.q_a_proj", "l h"),
+    "attn_q_a_norm": Stem("self_attn.q_a_layernorm", "l"),
+    "attn_q_b": Stem("self_attn.q_b_proj", "q l"),
+    "attn_kv_a_mqa": Stem("self_attn.kv_a_proj_with_mqa", "r+p h"),
+    "attn_kv_a_norm": Stem("self_attn.kv_a_layernorm", "r"),
+    "attn_kv_b": Stem("self_attn.kv_b_proj", "kv r"),  # before 2025
+    "attn_k_b": Stem("self_attn.kv_b_proj", "n r nope", ("weight",), Made(("attn_v_b",), "kv r", _kv_b)),
+    "attn_v_b": Stem("self_attn.kv_b_proj", "n w r", ()),
+    "attn_output": Stem("self_attn.o_proj", "h o"),
+}
+
+
+def _mla_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
+    n, rope, rank = (config[name] for name in ("num_attention_heads", "qk_rope_head_dim", "kv_lora_rank"))
+    nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
+    return {
+        **{"q": n * (nope + rope), "l": config["q_lora_rank"] or 0, "r": rank, "r+p": rank + rope},
+        **{"nope": nope, "w": v, "kv": n * (nope + v), "o": n * v},
+    }
+
+
+def _mla(file: Metadata) -> dict[str, Any]:
+    if file.has_key("attention.temperature_scale"):
+        raise file.error("attention with a temperature is not supported")
+    rope = file.number("rope.dimension_count")
+    split = "_mla" if file.has_key("attention.key_length_mla") else ""  # the other keys are of the compressed heads
+    made = {
+        "num_key_value_heads": file.number("attention.head_count"),
+        "q_lora_rank": file.number("attention.q_lora_rank") if file.has_tensor("blk.0.attn_q_a.weight") else None,
+        "kv_lora_rank": file.number("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": file.number(f"attention.key_length{split}") - rope,
+        "v_head_dim": file.number(f"attention.value_length{split}"),
+    }
+    if file.has_key("rope.scaling.yarn_log_multiplier"):
+        scale = round(10 * file.number("rope.scaling.yarn_log_multiplier", kind=float, least=0), 6)
+        made["rope_scaling"] = {"mscale": scale, "mscale_all_dim": scale}
+    return made
+
+
+def _groups(file: Metadata, count: int, used: int) -> tuple[int, int]:
+    """Groups of experts. Files have had these keys since 2025. ``count``, ``used``: of the large model before that."""
+    large = file.number("expert_count") == (160 if used == 3 else 256)
+    default = (count, used) if large else (1, 1)
+    keys = ("expert_group_count", "expert_group_used_count")
+    groups, chosen = (file.number(key, one) for key, one in zip(keys, default, strict=True))
+    return groups, chosen
+
+
+def _deepseek_v2(file: Metadata) -> dict[str, Any]:
+    if file.number("expert_weights_norm", False, bool):
+        raise file.error("softmax over experts, normalized over the chosen ones, is not supported")
+    groups, used = _groups(file, 8, 3)
+    method = "group_limited_greedy" if groups > 1 else "greedy"
+    return _mla(file) | {"n_group": groups, "topk_group": used, "topk_method": method}
+
+
+def _deepseek_v3(file: Metadata) -> dict[str, Any]:
+    groups, used = _groups(file, 8, 4)
+    return _mla(file) | {"n_group": groups, "topk_group": used}
+
+
+DEEPSEEK_V2 = Architecture(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    _MLA | _MLP | _EXPERTS | _SHARED_EXPERTS,
+    entries=_ROUTED,
+    fixed={"norm_topk_prob": False},
+    present={},
+    head_dim="rope.dimension_count",
+    configure=_deepseek_v2,
+    sizes=_mla_sizes,
+    written=False,
+)
+DEEPSEEK_V3 = Architecture(  # "deepseek2" with sigmoids of experts: also Kimi K2, Moonlight, GLM-4.7 Flash
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _MLA | _MLP | _EXPERTS | _SHARED_EXPERTS | _CORRECTION,
+    entries=(*_ROUTED, _NORM),
+    fixed={"num_nextn_predict_layers": 0},
+    present={},
+    head_dim="rope.dimension_count",
+    configure=_deepseek_v3,
+    sizes=_mla_sizes,
+    written=False,
+)
+
+
+def _is_sigmoid(file: Metadata) -> bool:
+    """Whether a sigmoid scores experts. Old files do not say so, but only such models correct the scores."""
+    dense = file.number("leading_dense_block_count", 0, least=0)
+    corrected = file.has_tensor(f"blk.{dense}.exp_probs_b.bias")
+    return bool(file.number("expert_gating_func", 1 + corrected) == 2)
+
+
+def _without_sections(file: Metadata) -> dict[str, Any]:
+    if file.has_key("rope.dimension_sections"):
+        raise file.error("the language model of GLM-4V, with another order of rows, is not supported")
+    return {}
+
+
+# Rows for files of one architecture that are different models of transformers.
+VARIANTS: dict[str, Callable[[Metadata], Architecture]] = {
+    "llama": lambda file: MIXTRAL if file.has_key("expert_count") else LLAMA,
+    "deepseek2": lambda file: DEEPSEEK_V3 if _is_sigmoid(file) else DEEPSEEK_V2,
+}
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": LLAMA,
+    "deepseek2": DEEPSEEK_V3,
+    "glm4moe": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _without(_ATTENTION | _QK_NORMS | _MLP | _EXPERTS | _SHARED_EXPERTS | _CORRECTION, "ffn_norm")
+        | {"post_attention_norm": Stem("post_attention_layernorm", "h")},
+        entries=(*_ROUTED, *_GROUPS, _NORM),
+        fixed={"num_nextn_predict_layers": 0},
+        present={**_BIASED, "use_qk_norm": "attn_q_norm.weight"},
+        partial_rotary=True,
+        constants=_SIGMOID,
+    ),
+    "dots1": Architecture(
+        "dots1",
+        "Dots1ForCausalLM",
+        _ATTENTION | _QK_NORMS | _MLP | _EXPERTS | _SHARED_EXPERTS | _CORRECTION,
+        entries=(*_ROUTED, *_GROUPS, _NORM),
+        fixed={"sliding_window": None},
+        constants=_SIGMOID,
+    ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _DENSE, present={}),  # q, k and v always have biases
     "qwen2moe": Architecture(
         "qwen2_moe",
@@ -187,6 +374,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "post_ffw_norm": Stem("post_mlp_layernorm", "h"),
         },
         partial_rotary=True,
+        configure=_without_sections,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
@@ -202,6 +390,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         entries=(Entry("num_local_experts", "expert_count"), *_COUNTS, _WINDOW),
         yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        written=False,
     ),
     "granite": Architecture(
         "granite",
@@ -270,3 +459,6 @@ TOP = {
     "output_norm": Stem("model.norm", "h"),
     "output": Stem("lm_head", "v h"),
 }
+# Every row, by the type of the model in transformers, with its name in llama.cpp.
+ROWS: dict[str, tuple[str, Architecture]] = {about.model_type: (arch, about) for arch, about in ARCHITECTURES.items()}
+ROWS |= {"mixtral": ("llama", MIXTRAL), "deepseek_v2": ("deepseek2", DEEPSEEK_V2)}

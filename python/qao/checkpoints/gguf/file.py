@@ -1,8 +1,8 @@
 """GGUF container, versions 2 and 3: metadata and tensor offsets, read from a memory-mapped file.
 
 The specification is docs/gguf.md of ggml. A file is untrusted: every count, length and offset is compared with the file
-size before it is used to read or allocate. (The reader of the PyPI package gguf trusts the counts.) Elements of arrays,
-such as a vocabulary of 150 000 tokens, are skipped.
+size before it is used to read or allocate. (The reader of the PyPI package gguf trusts the counts.) Elements of long
+arrays, such as a vocabulary of 150 000 tokens, are skipped.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_PARTS = 1 << 12
 _MAX_ELEMENTS = 1 << 24  # per array; ten times the largest vocabulary
+_MAX_READ = 1 << 10  # elements of an array with a number for each block
 _SHORTEST_ENTRY = 8 + 4 + 1  # bytes of a metadata entry: length of the key, type, value
 _SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor entry: length of the name, dimensions, one, type, offset
 
 
 class Array(NamedTuple):
-    """An array in the metadata. Its elements are not read."""
+    """An array in the metadata. Elements of long ones, and strings, are not read."""
 
     value_type: int
     length: int
+    values: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,10 @@ class _Cursor:
         if kind == _STRING:
             for _ in range(count):
                 self.skip(self.number("Q"))
-        else:
-            self.skip(count * size)
+            return Array(kind, count)
+        if count <= _MAX_READ:
+            return Array(kind, count, tuple(self.number(_SCALARS[kind]) for _ in range(count)))
+        self.skip(count * size)
         return Array(kind, count)
 
 

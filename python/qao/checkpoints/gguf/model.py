@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..base import CheckpointError
-from .architectures import ARCHITECTURES, MIXTRAL, TOP, Architecture, Stem
-from .file import GgufFile, TensorInfo
+from .architectures import ARCHITECTURES, TOP, VARIANTS, Architecture, Stem
+from .file import Array, GgufFile, TensorInfo
 
 _REMEDY = "Open the model's own file; merge adapters (LoRA) into the float model first"
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model
@@ -32,13 +33,15 @@ class Container(Protocol):
 
 
 class Part(NamedTuple):
-    """A tensor of transformers: all of a tensor in the file, or one of the experts that it stacks."""
+    """A tensor of transformers: all of a tensor in the file, one of the experts that it stacks, or a computed one."""
 
     module: str
     kind: str  # its own name: "weight" or "bias", except for sinks and fused experts
     stored: str  # name in the file
     expert: int | None = None
     fused: tuple[str, ...] = ()  # names in the file of all tensors of fused experts: gate and up, or down
+    sources: tuple[str, ...] = ()  # names in the file of what ``made`` takes, in float32
+    made: Callable[..., Tensor] | None = None
 
     @property
     def name(self) -> str:
@@ -76,22 +79,35 @@ class Model:
                 "the names of the parts, or join them with llama-gguf-split --merge"
             )
         self._arch = str(arch)
-        experts = arch == "llama" and file.metadata.get("llama.expert_count", 0) != 0
-        self.architecture: Architecture = MIXTRAL if experts else ARCHITECTURES[self._arch]
-        self._stems = {name: self._stem(name) for name in file.tensors if name not in self._factors()}
+        self.architecture: Architecture = ARCHITECTURES[self._arch]
+        self._blocks = self.number("block_count") - self.number("nextn_predict_layers", 0, least=0)
+        if self._arch in VARIANTS:
+            self.architecture = VARIANTS[self._arch](self)
+        self._stems = {name: self._stem(name) for name in file.tensors if not self._is_skipped(name)}
         self.config = self._config()
+        self._sizes: dict[int, dict[str, int]] = {}
         self._check_shapes()
         self.parts = [part for name in self._stems for part in self._parts(name)]
+        read = {source for part in self.parts for source in (part.stored, *part.fused, *part.sources)}
+        for name in self._stems:
+            if name not in read:
+                raise self.error(f"it has {name}, but not the tensor that is read with it")
 
     def is_linear(self, part: Part) -> bool:
         """Whether a part is the weight of an nn.Linear. A tied head, a router and an expert are not."""
-        rows = self._stems[part.stored][1].shape.split(" ")
+        rows = self._symbols(part.stored)
         return (
             part.kind == "weight"
             and len(rows) == 2
             and rows[0] not in ("e", "1")
             and part.stored != "token_embd.weight"
+            and "embed" not in part.module
         )
+
+    def _symbols(self, stored: str) -> list[str]:
+        """Of the tensor in transformers, or of all experts."""
+        stem = self._stems[stored][1]
+        return (stem.shape if stem.made is None else stem.made.shape).split(" ")
 
     def row_order(self, name: str) -> Tensor | None:
         """int64 [N]: index in the file of each row of the transformers tensor; None: same order.
@@ -111,71 +127,117 @@ class Model:
 
     # ---- names
 
-    def _factors(self) -> tuple[str, ...]:
-        return ROPE_FACTORS, *LONG_FACTORS.values()
+    def _is_skipped(self, name: str) -> bool:
+        """Factors of rotary embeddings, and blocks that predict further tokens, which transformers leaves out."""
+        parts = name.split(".")
+        further = range(self._blocks, self.number("block_count"))
+        block = int(parts[1]) if parts[0] == "blk" and len(parts) > 2 and parts[1].isdecimal() else -1
+        return name in (ROPE_FACTORS, *LONG_FACTORS.values()) or block in further
 
     def _stem(self, name: str) -> tuple[str, Stem]:
         """The module with its block, and the row of the table."""
-        parts = name.split(".")
-        if len(parts) == 2 and parts[0] in TOP and self._has(TOP[parts[0]], parts[1]):
-            return TOP[parts[0]].module, TOP[parts[0]]
-        if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal():
+        own, kind = _split(name)
+        parts, top = own.split(".", 2), {**TOP, **self.architecture.top}
+        if own in top and self._has(top[own], kind):
+            return top[own].module, top[own]
+        if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal():
             block, stem = int(parts[1]), self.architecture.stems.get(parts[2])
-            if stem is not None and self._has(stem, parts[3]) and block < self._number("block_count"):
+            if stem is not None and self._has(stem, kind) and block < self._blocks:
                 return f"model.layers.{block}.{stem.module}", stem
         raise CheckpointError(
             f"{self._file.path}: tensor {name} is unknown in a model of architecture {self._arch!r} "
-            f"with {self._number('block_count')} blocks"
+            f"with {self._blocks} blocks"
         )
 
     def _has(self, stem: Stem, kind: str) -> bool:
-        """Whether transformers may have this tensor: norms have biases in Starcoder 2 only."""
+        """Whether transformers may have this tensor: norms have biases in some models only."""
         if stem.module == "mlp.experts":
             return kind in ("weight", "bias")
-        without = "{}" in stem.module or stem is TOP["token_embd"] or len(stem.names) == 1
-        without = without or ("norm" in stem.module and not self.architecture.fixed.get("use_bias", False))
-        return kind == "weight" or (kind == "bias" and not without)
+        if kind != "bias":
+            return stem.names[:1] != ("",) and (kind == "weight" or stem.made is not None)
+        without = "{}" in stem.module or stem is TOP["token_embd"] or len(stem.names) < 2
+        return not (without or ("norm" in stem.module and not self.architecture.fixed.get("use_bias", False)))
 
     def _parts(self, name: str) -> Iterator[Part]:
         module, stem = self._stems[name]
-        stored, _, kind = name.rpartition(".")
+        stored, kind = _split(name)
         if stem.module == "mlp.experts":
             own = stem.names[kind == "bias" :][:1]
             gate = stored.endswith("ffn_gate_exps")
             fused = (name, name.replace("ffn_gate_exps", "ffn_up_exps")) if gate else (name,)
-            if fused[-1] not in self._file.tensors:
-                raise CheckpointError(f"{self._file.path}: it has {name}, but no {fused[-1]}")
+            self._require(name, fused)
             yield from (Part(module, one, name, fused=fused) for one in own)
             return
-        if "{}" not in module:
-            yield Part(module, stem.names[0] if kind == "weight" else kind, name)
+        if not stem.names:
             return
-        for expert in range(self.sizes["e"]):
-            yield Part(module.format(expert), kind, name, expert)
+        own_kind = stem.names[kind == "bias"]
+        if stem.made is not None:
+            sources = self._sources(name, stem)
+            self._require(name, sources)
+            made = partial(stem.made.function, self.sizes(_block(name)))
+            yield Part(module, own_kind, name, sources=sources, made=made)
+        elif "{}" not in module:
+            yield Part(module, own_kind, name)
+        else:
+            yield from (Part(module.format(one), kind, name, one) for one in range(self.sizes(_block(name))["e"]))
+
+    def _sources(self, name: str, stem: Stem) -> tuple[str, ...]:
+        assert stem.made is not None
+        own, _ = _split(name)
+        block = own.split(".", 2)[:2]
+        return (name, *(".".join((*block, one)) + ".weight" for one in stem.made.sources))
+
+    def _require(self, name: str, others: Iterable[str]) -> None:
+        for other in others:
+            if other not in self._file.tensors:
+                raise CheckpointError(f"{self._file.path}: it has {name}, but no {other}")
 
     # ---- config.json
 
-    def _number(self, key: str, default: float | None = None, kind: type[int] | type[float] = int) -> Any:
-        """A positive number of the metadata, ``<architecture>.<key>``."""
+    def number(self, key: str, default: Any = None, kind: Any = int, least: int = 1) -> Any:
+        """A number of the metadata, ``<architecture>.<key>``."""
         value: Any = self._file.metadata.get(f"{self._arch}.{key}", default)
-        if type(value) is not kind or not 0 < value < 2**31:
+        if isinstance(value, Array) and key in self.architecture.arrays:
+            value = max(self.per_block(key))
+        in_range = type(value) is kind and (kind is bool or least <= value < 2**31 or (kind is float and value > 0))
+        if not in_range:
+            what = "positive " * (least == 1 and kind is not bool)
             raise CheckpointError(
-                f"{self._file.path}: {self._arch}.{key} must be a positive {kind.__name__}, not {value!r}"
+                f"{self._file.path}: {self._arch}.{key} must be a {what}{kind.__name__}, not {value!r}"
             )
         return value
 
-    def _has_key(self, key: str) -> bool:
+    def per_block(self, key: str, default: Any = None) -> list[Any]:
+        """The number of each block, which the metadata may have once for all."""
+        value = self._file.metadata.get(f"{self._arch}.{key}", default)
+        values = list(value.values or ()) if isinstance(value, Array) else [value] * self._blocks
+        if len(values) < self._blocks or not all(isinstance(one, int) and 0 <= one < 2**31 for one in values):
+            raise self.error(f"{self._arch}.{key} must have a number for each of {self._blocks} blocks")
+        return values[: self._blocks]
+
+    def has_key(self, key: str) -> bool:
         """Whether a number is there that is not 0, which llama.cpp writes for None."""
         return bool(self._file.metadata.get(f"{self._arch}.{key}", 0) != 0)
 
+    def has_tensor(self, name: str) -> bool:
+        return name in self._file.tensors
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._file.path}: {what}")
+
     def _config(self) -> dict[str, Any]:
         about, tensors = self.architecture, self._file.tensors
-        hidden: int = self._number("embedding_length")
-        heads: int = self._number("attention.head_count")
-        head_dim: int = self._number("attention.key_length", hidden // heads)
-        rotated: int = self._number("rope.dimension_count", head_dim)
+        hidden: int = self.number("embedding_length")
+        heads: int = self.number("attention.head_count")
+        head_dim: int = self.number(about.head_dim, hidden // heads)
+        rotated: int = self.number("rope.dimension_count", head_dim)
+        plain = about.head_dim == "attention.key_length"
         for key, value, allowed in (
-            ("attention.value_length", self._number("attention.value_length", head_dim), head_dim),
+            (
+                "attention.value_length",
+                self.number("attention.value_length", head_dim) if plain else head_dim,
+                head_dim,
+            ),
             ("rope.dimension_count", rotated, min(rotated, head_dim) if about.partial_rotary else head_dim),
         ):
             if value != allowed or head_dim % 2 or value % 2:
@@ -184,28 +246,31 @@ class Model:
         if embedding is None:
             raise CheckpointError(f"{self._file.path}: it has no token_embd.weight. Is it a language model?")
         norm = "attention.layer_norm_rms_epsilon" if about.epsilon == "rms_norm_eps" else "attention.layer_norm_epsilon"
-        experts = self._number("expert_feed_forward_length") if self._has_key("expert_feed_forward_length") else None
+        experts = self.number("expert_feed_forward_length") if self.has_key("expert_feed_forward_length") else None
         config: dict[str, Any] = {
             "architectures": [about.cls],
             "model_type": about.model_type,
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden,
-            "intermediate_size": self._number("feed_forward_length", experts),
-            "num_hidden_layers": self._number("block_count"),
+            "intermediate_size": self.number("feed_forward_length", experts),
+            "num_hidden_layers": self._blocks,
             "num_attention_heads": heads,
-            "num_key_value_heads": self._number("attention.head_count_kv", heads),
+            "num_key_value_heads": self.number("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "max_position_embeddings": self._number("context_length"),
-            about.epsilon: self._number(norm, kind=float),
-            "rope_theta": self._number("rope.freq_base", 10000.0, float),
+            "max_position_embeddings": self.number("context_length"),
+            about.epsilon: self.number(norm, kind=float),
+            "rope_theta": self.number("rope.freq_base", 10000.0, float),
             "tie_word_embeddings": "output.weight" not in tensors,
             **about.fixed,
             **{name: f"blk.0.{tensor}" in tensors for name, tensor in about.present.items()},
         }
         for entry in about.entries:
-            if not entry.optional or self._has_key(entry.key):
-                config[entry.name] = self._number(entry.key, entry.default, entry.kind)
-        if self._has_key(_WINDOW) and all(entry.key != _WINDOW for entry in about.entries):
+            if not entry.optional or self.has_key(entry.key):
+                config[entry.name] = self.number(entry.key, entry.default, entry.kind, entry.least)
+        for key, value in about.constants.items():
+            if self.number(key, value) != value:
+                raise self.error(f"{self._arch}.{key} is {self.number(key)}; only {value} is supported")
+        if self.has_key(_WINDOW) and all(entry.key != _WINDOW for entry in about.entries):
             raise CheckpointError(f"{self._file.path}: {self._arch} with a sliding window is not supported")
         if self._arch in _BLOCKS_OF_27B:
             large = config["num_hidden_layers"] == _BLOCKS_OF_27B[self._arch]
@@ -216,8 +281,12 @@ class Model:
             value = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id")
             fits = isinstance(value, int) and 0 <= value < embedding.shape[0]  # defaults of transformers may not
             config[f"{name.replace('padding', 'pad')}_token_id"] = value if fits else None
+        more = about.configure(self) if about.configure is not None else {}
         scaling = self._rope_scaling(rotated, config)
-        return config if scaling is None else config | {"rope_scaling": scaling}
+        changes = more.pop("rope_scaling", {})
+        if scaling is not None:
+            more["rope_scaling"] = scaling | changes
+        return config | more
 
     def _rope_scaling(self, rotated: int, config: dict[str, Any]) -> dict[str, Any] | None:
         about, kind = self.architecture, self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
@@ -225,11 +294,15 @@ class Model:
             factors = {key: self._divisors(name, rotated).tolist() for key, name in LONG_FACTORS.items()}
             return {"rope_type": "longrope", **factors}
         if kind == "linear":
-            return {"rope_type": "linear", "factor": self._number("rope.scaling.factor", kind=float)}
+            return {"rope_type": "linear", "factor": self.number("rope.scaling.factor", kind=float)}
         if kind == "yarn":
-            original = self._number("rope.scaling.original_context_length")
-            factor = self._number("rope.scaling.factor", kind=float)
-            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **about.yarn}
+            original = self.number("rope.scaling.original_context_length")
+            factor = self.number("rope.scaling.factor", kind=float)
+            scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            for name in ("beta_fast", "beta_slow"):
+                if self.has_key(f"rope.scaling.yarn_{name}"):
+                    scaling[name] = self.number(f"rope.scaling.yarn_{name}", kind=float)
+            return {**scaling, **about.yarn}
         if kind != "none":
             raise CheckpointError(f"{self._file.path}: rotary embeddings scaled by {kind!r} are not supported")
         if ROPE_FACTORS not in self._file.tensors:
@@ -251,35 +324,39 @@ class Model:
 
     # ---- shapes
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, block: int = 0) -> dict[str, int]:
         """The numbers for the symbols in the shapes of the table."""
+        if block in self._sizes:
+            return self._sizes[block]
         c = self.config
         q, k = (c[f"num_{heads}_heads"] * c["head_dim"] for heads in ("attention", "key_value"))
         f = c["intermediate_size"]
-        return {
+        experts = next((c[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in c), 0)
+        x = c.get("moe_intermediate_size", f)
+        sizes = {
             **{"h": c["hidden_size"], "v": c["vocab_size"], "f": f, "2f": 2 * f, "1": 1},
             **{"q": q, "k": k, "q+2k": q + 2 * k, "d": c["head_dim"]},
             **{"n": c["num_attention_heads"], "m": c["num_key_value_heads"]},
-            **{"e": c.get("num_experts", c.get("num_local_experts", 0)), "x": c.get("moe_intermediate_size", f)},
-            "s": c.get("shared_expert_intermediate_size", 0),
+            **{"e": experts, "x": x, "s": c.get("shared_expert_intermediate_size", x * c.get("n_shared_experts", 0))},
         }
+        more = self.architecture.sizes
+        self._sizes[block] = sizes if more is None else sizes | more(c, block)
+        return self._sizes[block]
 
     def shape(self, part: Part) -> tuple[int, ...]:
         """The shape of a tensor in transformers."""
-        symbols = self._stems[part.stored][1].shape.split(" ")
+        symbols, sizes = self._symbols(part.stored), self.sizes(_block(part.stored))
         if part.fused:
-            experts, rows, columns = (self.sizes[one] for one in symbols)
+            experts, rows, columns = (sizes[one] for one in symbols)
             rows *= len(part.fused)
             return (experts, rows) if part.kind.endswith("bias") else (experts, columns, rows)
-        symbols = symbols[:1] if part.kind == "bias" else symbols if part.expert is None else symbols[1:]
-        return tuple(self.sizes[one] for one in symbols)
+        symbols = symbols[:1] if part.stored.endswith(".bias") else symbols if part.expert is None else symbols[1:]
+        return tuple(sizes[one] for one in symbols)
 
     def _check_shapes(self) -> None:
-        sizes = self.sizes
         for name, (module, stem) in self._stems.items():
-            symbols = stem.shape.split(" ")
-            kept = len(symbols) if name.endswith("weight") else 2 if module.endswith("mlp.experts") else 1
+            sizes, symbols = self.sizes(_block(name)), stem.shape.split(" ")
+            kept = len(symbols) if not name.endswith(".bias") else 2 if module.endswith("mlp.experts") else 1
             expected = [sizes[one] for one in symbols[:kept]]
             found = list(self._file.tensors[name].shape)
             if found != expected and found != [one for one in expected if one != 1]:  # llama.cpp drops dimensions of 1
@@ -291,6 +368,18 @@ class Model:
             raise CheckpointError(
                 f"{self._file.path}: {len(blocks)} of {self.config['num_hidden_layers']} blocks have tensors"
             )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A tensor's name without its ending, and "weight", "bias" or ""."""
+    own, _, kind = name.rpartition(".")
+    return (own, kind) if kind in ("weight", "bias") else (name, "")
+
+
+def _block(name: str) -> int:
+    """Number of a tensor's block; 0 outside of blocks."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blk" else 0
 
 
 def llama3_factors(

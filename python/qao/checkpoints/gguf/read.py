@@ -126,6 +126,8 @@ class GgufCheckpoint(Checkpoint):
 
     def _quantized(self, part: Part, info: TensorInfo) -> QuantizedLayer | None:
         """The layer of a part; None if it is read as float."""
+        if part.made is not None:
+            return None
         linear, embedding = self._model.is_linear(part), part.module == "model.embed_tokens"
         plain = _LINEAR.get(info.type) if linear else None
         if info.type in (self.native if linear else GGUF_NUMBERS if embedding and self.native else ()):
@@ -169,11 +171,19 @@ class GgufCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         part = self._others[name]
+        if part.made is not None:
+            return part.made(*map(self._whole, part.sources)).contiguous()
         if part.fused:
             return self._fused(part)
         offset = self._model.norm_offset(part.stored)
         plain = self._plain(self._file.tensors[part.stored], self._blocks(part), self._model.shape(part))
         return plain - offset if offset else plain.clone()
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor of the file in float32."""
+        info = self._file.tensors[name]
+        rows = self._file.bytes_of(info).view(math.prod(info.shape[:-1]), -1)
+        return self._plain(info, rows, info.shape).float()
 
     def _fused(self, part: Part) -> Tensor:
         """Experts as GPT-OSS has them: transposed, with gate and up in turn."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base import Checkpoint, CheckpointError
-from .architectures import ARCHITECTURES, MIXTRAL, TOP, Architecture
+from .architectures import ROWS, TOP, Architecture
 from .encode import encoded, type_of
 from .file import TYPES, TensorInfo
 from .model import LONG_FACTORS, ROPE_FACTORS, Model, llama3_factors
@@ -26,7 +26,8 @@ _SAME = {"mistral": "llama", "gemma3": "gemma3_text"}  # model types that llama.
 _WITHOUT_EFFECT = re.compile(
     r".*(_token_id|dropout|initializer|use_cache|dtype|version|aux_loss|jitter|max_window_layers|pdrop).*|_.*|model_type|"
     r"architectures|output_.*|return_dict|pretraining_tp|chunk_size.*|id2label|label2id|problem_type|is_.*|sliding_window_pattern|"
-    r"quantization_config|transformers_.*|rope_theta|rope_scaling|vocab_size|head_dim|name_or_path|layer_group.*"
+    r"quantization_config|transformers_.*|rope_theta|rope_scaling|vocab_size|head_dim|name_or_path|layer_group.*|"
+    r"num_nextn_predict_layers|num_mtp_layers"
 )
 
 
@@ -65,13 +66,15 @@ def plan(source: Checkpoint, path: Path, name: str) -> Planned:
         CheckpointError: llama.cpp has no such architecture or tensor, or would compute something else.
     """
     config = _full_config(source)
-    if config.model_type == "gpt_oss":
-        raise CheckpointError("GGUF: fused experts of GPT-OSS are not written: use llama.cpp's convert_hf_to_gguf.py")
     kind = _SAME.get(config.model_type, config.model_type)
-    rows = {about.model_type: (arch, about) for arch, about in (*ARCHITECTURES.items(), ("llama", MIXTRAL))}
-    if kind not in rows:
-        raise CheckpointError(f"GGUF: no architecture for model_type {kind!r}, only {', '.join(sorted(rows))}")
-    arch, about = rows[kind]
+    written = [one for one, (_, about) in ROWS.items() if about.written]
+    if kind in ROWS and kind not in written:
+        raise CheckpointError(
+            f"GGUF: models of model_type {kind!r} are read, but not written: use llama.cpp's convert_hf_to_gguf.py"
+        )
+    if kind not in ROWS:
+        raise CheckpointError(f"GGUF: no architecture for model_type {kind!r}, only {', '.join(sorted(written))}")
+    arch, about = ROWS[kind]
     metadata, floats = _metadata(config, arch, about)
     made = Planned(path, {"general.type": "model", "general.name": name, **metadata}, {}, {}, floats)
     _plan_tensors(made, source, config, about)
@@ -156,6 +159,7 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
         "rope.dimension_count": rotated,
         "rope.freq_base": float(rope["rope_theta"]),
     }
+    numbers |= about.constants
     for entry in about.entries:
         value = getattr(config, entry.name, None)
         if value is not None:
@@ -182,32 +186,36 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
 
 def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Architecture) -> None:
     tied = bool(config.tie_word_embeddings)
-    stored: dict[str, tuple[str, int | None]] = {stem.module: (name, None) for name, stem in TOP.items()}
-    count = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0)
+    stored: dict[str, tuple[str, int | None]] = {}
+    for name, stem in {**TOP, **about.top}.items():
+        stored |= {f"{stem.module}.{kind}": (f"{name}.{kind}", None) for kind in stem.names}
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next((int(count) for count in counts if count), 0)
     for block in range(config.num_hidden_layers):
         for name, stem in about.stems.items():
             experts: list[int | None] = list(range(count)) if "{}" in stem.module else [None]
             for expert in experts:
-                stored[f"model.layers.{block}.{stem.module.format(expert)}"] = f"blk.{block}.{name}", expert
+                module = f"model.layers.{block}.{stem.module.format(expert)}"
+                for kind, own in zip(("weight", "bias"), stem.names, strict=False):
+                    stored[f"{module}.{own}"] = f"blk.{block}.{name}.{kind}", expert
     for name, tensor in made.floats.items():
         made.tensors[name] = TensorInfo(name, "F32", tuple(tensor.shape), 0, tensor.nbytes)
     layers = [f"{name}.weight" for name, layer in source.layers.items() if layer.shares is None]
     for name in (*layers, *source.others):
-        module, _, kind = name.rpartition(".")
-        if tied and module == "lm_head":
+        if tied and name == "lm_head.weight":
             continue
-        if module not in stored or kind not in ("weight", "bias"):
+        if name not in stored:
             raise CheckpointError(f"GGUF: {name} has no name in llama.cpp's architecture for {config.model_type}")
-        own = f"{stored[module][0]}.{kind}"
+        own, expert = stored[name]
         made.sources.setdefault(own, []).append(name)
         info = _info(source, name, own)
         if own in made.tensors:
-            if made.tensors[own].type != info.type or stored[module][1] is None:
+            if made.tensors[own].type != info.type or expert is None:
                 raise CheckpointError(f"GGUF: experts of {own} are of several types, {made.tensors[own].type}, {info}")
         made.tensors[own] = info
     for name, names in made.sources.items():
         if len(names) > 1:
-            names.sort(key=lambda one: stored[one.rpartition(".")[0]][1] or 0)
+            names.sort(key=lambda one: stored[one][1] or 0)
             info = made.tensors[name]
             made.tensors[name] = dataclasses.replace(
                 info, shape=(len(names), *info.shape), nbytes=len(names) * info.nbytes
