@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,10 @@ MLA = {
 }
 MSCALE = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 LITE = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_hidden_layers": 27}
+LINEAR = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    **{"partial_rotary_factor": 0.5, "head_dim": 32, "full_attention_interval": 3},
+}
 # Model type of transformers: architecture of llama.cpp, changes of config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", {"rope_scaling": YARN}),
@@ -76,10 +80,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek2", {**DEEPSEEK, **MLA, **LITE, "rope_scaling": MSCALE}),
     "deepseek_v2 groups": ("deepseek2", {**DEEPSEEK, **MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("deepseek2", {**DEEPSEEK, **MLA, "rope_scaling": {**MSCALE, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "qwen3_next": ("qwen3next", {**LINEAR, **MOE, "shared_expert_intermediate_size": 64}),
+    "qwen3_5_text": ("qwen35", {**LINEAR, "linear_num_value_heads": 6}),
+    "qwen3_5_moe_text": ("qwen35moe", {**LINEAR, **MOE, "shared_expert_intermediate_size": 48}),
     "glm4_moe": ("glm4moe", {**DEEPSEEK, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True}),
     "dots1": ("dots1", {**DEEPSEEK, "norm_topk_prob": True, "sliding_window": None}),
 }
-NOT_WRITTEN = ("gpt-oss", "deepseek2")
+NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe")
 PERMUTED = ("llama", "granite", "smollm3")
 # Keys of the metadata by names in config.json, as llama.cpp's conversion writes them.
 KEYS = {
@@ -130,10 +137,21 @@ def mla_keys(config: Any) -> dict[str, Any]:
     return keys
 
 
+def linear_keys(config: Any) -> dict[str, Any]:
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    keys = {"ssm.conv_kernel": config.linear_conv_kernel_dim, "ssm.state_size": config.linear_key_head_dim}
+    keys |= {"ssm.group_count": config.linear_num_key_heads, "ssm.time_step_rank": config.linear_num_value_heads}
+    keys |= {"ssm.inner_size": values, "full_attention_interval": 3}
+    return keys if config.model_type == "qwen3_next" else keys | {"rope.dimension_sections": [4, 2, 2, 0]}
+
+
 # Keys that llama.cpp's conversion computes from config.json; None: left out.
 COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek2": mla_keys,
     "gpt-oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
+    "qwen3next": linear_keys,
+    "qwen35": linear_keys,
+    "qwen35moe": linear_keys,
     "glm4moe": scores,
     "dots1": scores,
 }
@@ -148,7 +166,33 @@ def split_kv(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
     return {name.replace("kv_b", "k_b"): k.transpose(1, 2), name.replace("kv_b", "v_b"): v}
 
 
-CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {"deepseek2": split_kv}
+def delta_net(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        tensor = tensor + 1
+    if name.endswith("in_proj_qkvz.weight"):
+        k, v = config.linear_key_head_dim, config.linear_value_head_dim * heads // groups
+        parts = [part.flatten(0, 1) for part in tensor.view(groups, -1, HIDDEN).split([k, k, v, v], 1)]
+        return {name.replace("qkvz", "qkv"): torch.cat(parts[:3]), name.replace("qkvz", "z"): parts[3]}
+    if "linear_attn" in name and config.model_type != "qwen3_next" and not name.endswith("norm.weight"):
+        dim = 1 if name.endswith("out_proj.weight") else 0
+        kept = 0
+        if "in_proj_qkv" in name or "conv1d" in name:
+            kept = 2 * groups * config.linear_key_head_dim
+        keys, values = tensor.split([kept, tensor.shape[dim] - kept], dim)
+        values = values.unflatten(dim, (groups, heads // groups, -1)).swapaxes(dim, dim + 1).flatten(dim, dim + 2)
+        tensor = torch.cat((keys, values), dim)
+    return {name.replace("dt_bias", "dt_proj.bias"): tensor}
+
+
+CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
+    "deepseek2": split_kv,
+    "qwen3next": delta_net,
+    "qwen35": delta_net,
+    "qwen35moe": delta_net,
+}
 
 
 def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
@@ -187,9 +231,13 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
             parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if found[2] == "gate_up" else {"down": rows}
             made |= {f"blk.{found[1]}.ffn_{stem}_exps.{kind}": part.contiguous() for stem, part in parts.items()}
             continue
-        stored = names.get_name(name if name.endswith("sinks") else module)
-        kind = "weight" if name.endswith("sinks") else kind
+        whole = name.endswith(("sinks", "A_log"))
+        stored = names.get_name(name if whole else module)
         assert stored is not None, name
+        if name.endswith("A_log"):
+            made[stored] = tensor
+            continue
+        kind = "weight" if whole else kind
         if architecture in PERMUTED and stored.endswith(("attn_q", "attn_k")):
             heads = HEADS if stored.endswith("q") else KV_HEADS
             halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
@@ -200,8 +248,16 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
     return made
 
 
-def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32", up: str | None = None) -> Path:
-    """``kind``: the type of tensors of two and three dimensions; ``up``: that of the up projections of experts."""
+def write(
+    path: Path,
+    model: nn.Module,
+    architecture: str,
+    kind: str = "F32",
+    up: str | None = None,
+    floats: Collection[str] = (),
+    left_out: str | None = None,
+) -> Path:
+    """``kind``: the type of tensors of two and three dimensions, but for ``floats``; ``up``: of up projections of experts."""
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
     head = getattr(config, "head_dim", HEAD)
@@ -236,7 +292,10 @@ def write(path: Path, model: nn.Module, architecture: str, kind: str = "F32", up
         for length in ("short", "long"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(inner[f"{length}_factor"], np.float32))
     for name, tensor in plain_tensors(model, architecture).items():
-        matrix = name.endswith("weight") and tensor.dim() > (2 if kind == "MXFP4" else 1) and "_inp" not in name
+        if name == left_out:
+            continue
+        matrix = name.endswith("weight") and tensor.dim() > (2 if kind == "MXFP4" else 1)
+        matrix = matrix and "_inp" not in name and "conv1d" not in name and name not in floats
         of = gguf.GGMLQuantizationType[(up if up and "up_exps" in name else kind) if matrix else "F32"]
         writer.add_tensor(name, gguf.quantize(tensor.float().contiguous().numpy(), of), raw_dtype=of)
     writer.write_header_to_file()
@@ -353,16 +412,28 @@ def test_blocks_that_predict_further_tokens(tmp_path: Path, monkeypatch: pytest.
         assert torch.equal(read(ids).logits, model(ids).logits)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_of_two_tensors(tmp_path: Path) -> None:
+    """They keep their blocks if both are of one type."""
+    model = float_model("qwen3_next", MODELS["qwen3_next"][1])
+    path = write(tmp_path / "model.gguf", model, "qwen3next", "Q8_0", floats=["blk.1.attn_gate.weight"])
+    floats, read = qao.from_pretrained(path, dequantize=True), open_checkpoint(path)
+    names = [f"model.layers.{block}.linear_attn.in_proj_qkvz" for block in range(2)]
+    assert names[0] in read.layers and names[1] not in read.layers
+    layer = qao.QuantLinear.from_quantized(*read.layers[names[0]].read(), scheme=read.layers[names[0]].scheme)
+    expected = floats.get_submodule(names[0]).weight
+    assert (layer.dequantize(torch.float32) - expected).abs().max() <= 0.01 * expected.abs().max()
+    assert torch.equal(read.tensor(f"{names[1]}.weight"), floats.get_submodule(names[1]).weight)
+    assert torch.equal(qao.from_pretrained(path, dtype=torch.float32).lm_head.weight, floats.lm_head.weight)
+
+
 def test_missing_halves(tmp_path: Path) -> None:
-    """Of a tensor that is computed from two."""
-    path = write(tmp_path / "model.gguf", float_model("deepseek_v3", MODELS["deepseek_v3"][1]), "deepseek2")
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"blk.2.attn_v_b", b"blk.1.attn_v_c"))
-    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.attn_v_c\.weight is unknown"):
-        open_checkpoint(path)
-    path.write_bytes(content.replace(b"blk.2.attn_v_b.weight", b"blk.2.attn_q_a_norm.x"))
-    with pytest.raises(CheckpointError, match="unknown"):
-        open_checkpoint(path)
+    """Of a tensor that is made from two."""
+    model = float_model("deepseek_v3", MODELS["deepseek_v3"][1])
+    for missing, left in (("attn_k_b", "attn_v_b"), ("attn_v_b", "attn_k_b")):
+        path = write(tmp_path / "model.gguf", model, "deepseek2", left_out=f"blk.2.{missing}.weight")
+        with pytest.raises(CheckpointError, match=rf"it has blk\.2\.{left}\.weight, but"):
+            open_checkpoint(path)
 
 
 def test_sliding_windows(tmp_path: Path) -> None:

@@ -17,14 +17,16 @@ Sizes = Mapping[str, int]
 
 
 class Made(NamedTuple):
-    """A tensor of transformers that is computed from tensors of a block.
+    """A tensor of transformers that is made from tensors of a block, which are the row's own and ``sources``.
 
-    ``function``: takes the sizes, and the file's tensors in float32.
+    ``function``: takes the sizes, and the file's tensors in float32. Without it, ``rows`` are the numbers of rows of
+    the file's tensors, one after the other, and blocks of quantized ones are kept.
     """
 
-    sources: tuple[str, ...]
     shape: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor] | None = None
+    sources: tuple[str, ...] = ()
+    rows: Callable[[Sizes], Tensor] | None = None
 
 
 class Stem(NamedTuple):
@@ -149,6 +151,7 @@ _ROUTED = (  # DeepSeek's: dense blocks first, shared experts, experts in groups
 _GROUPS = (Entry("n_group", "expert_group_count", default=1), Entry("topk_group", "expert_group_used_count", default=1))
 _SIGMOID = {"expert_gating_func": 2}
 _NORM = Entry("norm_topk_prob", "expert_weights_norm", bool, False)
+_SHARED_SIZE = Entry("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
 _SOFTCAPS = (
     Entry("attn_logit_softcapping", "attn_logit_softcapping", float, 50.0),
     Entry("final_logit_softcapping", "final_logit_softcapping", float, 30.0),
@@ -192,7 +195,7 @@ _MLA = {
     "attn_kv_a_mqa": Stem("self_attn.kv_a_proj_with_mqa", "r+p h"),
     "attn_kv_a_norm": Stem("self_attn.kv_a_layernorm", "r"),
     "attn_kv_b": Stem("self_attn.kv_b_proj", "kv r"),  # before 2025
-    "attn_k_b": Stem("self_attn.kv_b_proj", "n r nope", ("weight",), Made(("attn_v_b",), "kv r", _kv_b)),
+    "attn_k_b": Stem("self_attn.kv_b_proj", "n r nope", ("weight",), Made("kv r", _kv_b, ("attn_v_b",))),
     "attn_v_b": Stem("self_attn.kv_b_proj", "n w r", ()),
     "attn_output": Stem("self_attn.o_proj", "h o"),
 }
@@ -287,6 +290,98 @@ def _without_sections(file: Metadata) -> dict[str, Any]:
     return {}
 
 
+def _linear_attention(file: Metadata) -> dict[str, Any]:
+    """Gated delta nets, with full attention in some blocks."""
+    v = file.number("ssm.time_step_rank")
+    if file.has_key("attention.recurrent_layers"):
+        linear = file.per_block("attention.recurrent_layers")
+    else:
+        interval = file.number("full_attention_interval", 4)
+        linear = [(block + 1) % interval for block in range(len(file.per_block("attention.head_count")))]
+    return {
+        "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
+        "linear_conv_kernel_dim": file.number("ssm.conv_kernel"),
+        "linear_key_head_dim": file.number("ssm.state_size"),
+        "linear_num_key_heads": file.number("ssm.group_count"),
+        "linear_num_value_heads": v,
+        "linear_value_head_dim": file.number("ssm.inner_size") // v,
+    }
+
+
+def _linear_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
+    groups, heads = (config[f"linear_num_{one}_heads"] for one in ("key", "value"))
+    key, value = (config[f"linear_{one}_head_dim"] for one in ("key", "value"))
+    keys, values = groups * key, heads * value
+    return {
+        **{"groups": groups, "heads": heads, "2heads": 2 * heads, "key": key, "value": value, "values": values},
+        **{"qkv": 2 * keys + values, "qkvz": 2 * keys + 2 * values, "c": config["linear_conv_kernel_dim"]},
+        "2q": 2 * config["num_attention_heads"] * config["head_dim"],
+    }
+
+
+def _by_group(sizes: Sizes) -> Tensor:
+    """Qwen3-Next has queries, keys, values and gates of a group of heads together."""
+    parts = torch.arange(sizes["qkvz"]).split([*[sizes["groups"] * sizes["key"]] * 2, *[sizes["values"]] * 2])
+    return torch.cat([part.view(sizes["groups"], -1) for part in parts], 1).flatten()
+
+
+def _value_heads(sizes: Sizes, size: int = 1) -> Tensor:
+    """The file of Qwen3.5 has the first value heads of all groups first, then the second ones, …"""
+    rows = torch.arange(sizes["heads"] * size)
+    return rows.view(-1, sizes["groups"], size).transpose(0, 1).flatten()
+
+
+def _values(sizes: Sizes) -> Tensor:
+    return _value_heads(sizes, sizes["value"])
+
+
+def _values_after_keys(sizes: Sizes) -> Tensor:
+    keys = sizes["qkv"] - sizes["values"]
+    return torch.cat((torch.arange(keys), keys + _values(sizes)))
+
+
+def _columns(sizes: Sizes, weight: Tensor) -> Tensor:
+    return weight[:, _values(sizes)]
+
+
+def _decay(sizes: Sizes, a: Tensor) -> Tensor:
+    return (-a).log()
+
+
+def _reordered_decay(sizes: Sizes, a: Tensor) -> Tensor:
+    return (-a).log()[_value_heads(sizes)]
+
+
+_GATED_ATTENTION = {
+    **_ATTENTION,
+    **_QK_NORMS,
+    "attn_q": Stem("self_attn.q_proj", "2q h"),
+    "post_attention_norm": Stem("post_attention_layernorm", "h"),
+}
+_DELTA_NET = {
+    "attn_qkv": Stem("linear_attn.in_proj_qkvz", "qkv h", made=Made("qkvz h", None, ("attn_gate",), _by_group)),
+    "attn_gate": Stem("linear_attn.in_proj_qkvz", "values h", ()),
+    "ssm_in": Stem("linear_attn.in_proj_qkvz", "qkvz h"),  # of the first files
+    "ssm_ba": Stem("linear_attn.in_proj_ba", "2heads h"),
+    "ssm_conv1d": Stem("linear_attn.conv1d", "qkv 1 c"),
+    "ssm_dt": Stem("linear_attn", "heads", ("", "dt_bias")),
+    "ssm_a": Stem("linear_attn", "heads", ("A_log",), Made("heads", _decay)),
+    "ssm_norm": Stem("linear_attn.norm", "value"),
+    "ssm_out": Stem("linear_attn.out_proj", "h values"),
+}
+_REORDERED_DELTA_NET = {
+    "attn_qkv": Stem("linear_attn.in_proj_qkv", "qkv h", made=Made("qkv h", rows=_values_after_keys)),
+    "attn_gate": Stem("linear_attn.in_proj_z", "values h", made=Made("values h", rows=_values)),
+    "ssm_alpha": Stem("linear_attn.in_proj_a", "heads h", made=Made("heads h", rows=_value_heads)),
+    "ssm_beta": Stem("linear_attn.in_proj_b", "heads h", made=Made("heads h", rows=_value_heads)),
+    "ssm_conv1d": Stem("linear_attn.conv1d", "qkv 1 c", made=Made("qkv 1 c", rows=_values_after_keys)),
+    "ssm_dt": Stem("linear_attn", "heads", ("", "dt_bias"), Made("heads", rows=_value_heads)),
+    "ssm_a": Stem("linear_attn", "heads", ("A_log",), Made("heads", _reordered_decay)),
+    "ssm_norm": Stem("linear_attn.norm", "value"),
+    "ssm_out": Stem("linear_attn.out_proj", "h values", made=Made("h values", _columns)),
+}
+
+
 # Rows for files of one architecture that are different models of transformers.
 VARIANTS: dict[str, Callable[[Metadata], Architecture]] = {
     "llama": lambda file: MIXTRAL if file.has_key("expert_count") else LLAMA,
@@ -319,7 +414,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         _ATTENTION | {"ffn_norm": _MLP["ffn_norm"]} | _EXPERTS | _SHARED_EXPERT,
-        entries=(*_MOE, Entry("shared_expert_intermediate_size", "expert_shared_feed_forward_length")),
+        entries=(*_MOE, _SHARED_SIZE),
         fixed={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         present={},
     ),
@@ -330,6 +425,39 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ATTENTION | _QK_NORMS | {"ffn_norm": _MLP["ffn_norm"]} | _EXPERTS,
         entries=_MOE,
         fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        _GATED_ATTENTION | _DELTA_NET | _EXPERTS | _SHARED_EXPERT,
+        entries=(*_MOE, _SHARED_SIZE),
+        fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        norm_offset=1.0,
+        partial_rotary=True,
+        configure=_linear_attention,
+        sizes=_linear_sizes,
+        written=False,
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        _GATED_ATTENTION | _REORDERED_DELTA_NET | _without(_MLP, "ffn_norm"),
+        norm_offset=1.0,
+        partial_rotary=True,
+        configure=_linear_attention,
+        sizes=_linear_sizes,
+        written=False,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _GATED_ATTENTION | _REORDERED_DELTA_NET | _EXPERTS | _SHARED_EXPERT,
+        entries=(*_MOE, _SHARED_SIZE),
+        norm_offset=1.0,
+        partial_rotary=True,
+        configure=_linear_attention,
+        sizes=_linear_sizes,
+        written=False,
     ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _DENSE, norm_offset=1.0),
     "gemma2": Architecture(

@@ -40,8 +40,8 @@ class Part(NamedTuple):
     stored: str  # name in the file
     expert: int | None = None
     fused: tuple[str, ...] = ()  # names in the file of all tensors of fused experts: gate and up, or down
-    sources: tuple[str, ...] = ()  # names in the file of what ``made`` takes, in float32
-    made: Callable[..., Tensor] | None = None
+    sources: tuple[str, ...] = ()  # names in the file of what it is made from
+    made: Callable[..., Tensor] | None = None  # from sources in float32; None: of their rows
 
     @property
     def name(self) -> str:
@@ -114,6 +114,9 @@ class Model:
 
         llama.cpp interleaves the halves of a head's rotary pairs: rows 0, D/2, 1, D/2 + 1, …
         """
+        made = self._stems[name][1].made
+        if made is not None and made.rows is not None:
+            return made.rows(self.sizes(_block(name)))
         stem = name.split(".")[-2]
         if not self.architecture.permuted or stem not in ("attn_q", "attn_k"):
             return None
@@ -122,8 +125,8 @@ class Model:
         return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def norm_offset(self, name: str) -> float:
-        """What llama.cpp adds to the tensor of transformers."""
-        return self.architecture.norm_offset if name.endswith("norm.weight") else 0.0
+        """What llama.cpp adds to the tensor of transformers. The norm of a gated delta net is as it is."""
+        return self.architecture.norm_offset if name.endswith("norm.weight") and "ssm_" not in name else 0.0
 
     # ---- names
 
@@ -174,7 +177,12 @@ class Model:
         if stem.made is not None:
             sources = self._sources(name, stem)
             self._require(name, sources)
-            made = partial(stem.made.function, self.sizes(_block(name)))
+            made: Callable[..., Tensor] | None = None
+            if stem.made.function is not None:
+                made = partial(stem.made.function, self.sizes(_block(name)))
+            elif len({self._file.tensors[one].type for one in sources}) > 1:
+                assert stem.made.rows is not None
+                made = partial(_joined, stem.made.rows(self.sizes(_block(name))))
             yield Part(module, own_kind, name, sources=sources, made=made)
         elif "{}" not in module:
             yield Part(module, own_kind, name)
@@ -368,6 +376,10 @@ class Model:
             raise CheckpointError(
                 f"{self._file.path}: {len(blocks)} of {self.config['num_hidden_layers']} blocks have tensors"
             )
+
+
+def _joined(rows: Tensor, *sources: Tensor) -> Tensor:
+    return torch.cat(sources)[rows]
 
 
 def _split(name: str) -> tuple[str, str]:

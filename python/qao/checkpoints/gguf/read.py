@@ -231,6 +231,8 @@ class GgufCheckpoint(Checkpoint):
         stored = self._file.bytes_of(info)
         if part.expert is not None:
             stored = stored.view(info.shape[0], -1)[part.expert]
+        if len(part.sources) > 1:
+            stored = torch.cat([self._file.bytes_of(self._file.tensors[name]) for name in part.sources])
         rows = stored.view(self._model.shape(part)[0], -1)
         order = self._model.row_order(info.name)
         return rows if order is None else rows[order]
