@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -55,6 +56,19 @@ LINEAR = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     **{"partial_rotary_factor": 0.5, "head_dim": 32, "full_attention_interval": 3},
 }
+GEMMA4 = {
+    **{"tie_word_embeddings": True, "sliding_window": 8, "global_head_dim": 32, "final_logit_softcapping": 20.0},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0},
+    **{"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
+    },
+}
+PER_LAYER = {
+    **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2},
+    **{"use_double_wide_mlp": True, "attention_k_eq_v": False, "num_global_key_value_heads": None},
+}
 # Model type of transformers: architecture of llama.cpp, changes of config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", {"rope_scaling": YARN}),
@@ -65,6 +79,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD}),
     "gemma3_text": ("gemma3", GEMMA3),
     "gemma3_text linear": ("gemma3", {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma4_text": ("gemma4", GEMMA4),
+    "gemma4_text per layer": ("gemma4", {**GEMMA4, **PER_LAYER}),
+    "gemma4_text experts": ("gemma4", {**GEMMA4, "enable_moe_block": True, **MOE, "top_k_experts": 2}),
     "phi3": ("phi3", {}),
     "phi3 longrope": ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 64}),
     "glm4": ("glm4", {"attention_bias": True, "partial_rotary_factor": 0.5}),
@@ -86,7 +103,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4moe", {**DEEPSEEK, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True}),
     "dots1": ("dots1", {**DEEPSEEK, "norm_topk_prob": True, "sliding_window": None}),
 }
-NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe")
+NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4")
 PERMUTED = ("llama", "granite", "smollm3")
 # Keys of the metadata by names in config.json, as llama.cpp's conversion writes them.
 KEYS = {
@@ -145,12 +162,29 @@ def linear_keys(config: Any) -> dict[str, Any]:
     return keys if config.model_type == "qwen3_next" else keys | {"rope.dimension_sections": [4, 2, 2, 0]}
 
 
+def gemma4_keys(config: Any) -> dict[str, Any]:
+    sliding = [one == "sliding_attention" for one in config.layer_types]
+    count, shared = config.num_hidden_layers, config.num_kv_shared_layers
+    keys = {"attention.shared_kv_layers": shared, "attention.sliding_window_pattern": sliding}
+    keys |= {"embedding_length_per_layer_input": config.hidden_size_per_layer_input, "attention.key_length": 32}
+    keys |= {"attention.value_length": 32, "attention.key_length_swa": HEAD, "attention.value_length_swa": HEAD}
+    keys |= {"rope.dimension_count_swa": HEAD, "rope.freq_base_swa": 3000.0}
+    if config.use_double_wide_mlp:
+        keys["feed_forward_length"] = [FFN if block < count - shared else 2 * FFN for block in range(count)]
+    if config.attention_k_eq_v:
+        keys["attention.head_count_kv"] = [2 if one else 1 for one in sliding]
+    if config.enable_moe_block:
+        keys["expert_used_count"] = config.top_k_experts
+    return keys
+
+
 # Keys that llama.cpp's conversion computes from config.json; None: left out.
 COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek2": mla_keys,
     "gpt-oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
     "qwen3next": linear_keys,
     "qwen35": linear_keys,
+    "gemma4": gemma4_keys,
     "qwen35moe": linear_keys,
     "glm4moe": scores,
     "dots1": scores,
@@ -187,10 +221,20 @@ def delta_net(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
     return {name.replace("dt_bias", "dt_proj.bias"): tensor}
 
 
+def scalars(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    if name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")):
+        name = f"{name}.weight"
+    made = {name: tensor}
+    if config.num_kv_shared_layers and re.search(r"\.([kv]_proj|k_norm)\.", name):  # unused ones, which the model omits
+        made |= {re.sub(r"layers\.(\d)", lambda found: f"layers.{int(found[1]) + 2}", name): tensor}
+    return made
+
+
 CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
     "deepseek2": split_kv,
     "qwen3next": delta_net,
     "qwen35": delta_net,
+    "gemma4": scalars,
     "qwen35moe": delta_net,
 }
 
@@ -202,7 +246,9 @@ def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for key, parameter in model.state_dict().items():
-            if key.endswith(("norm.weight", "bias", "layernorm.weight")):
+            if key.endswith(
+                ("norm.weight", "bias", "layernorm.weight", "scale", "scalar", "norm_1.weight", "norm_2.weight")
+            ):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 
@@ -231,6 +277,9 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
             parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if found[2] == "gate_up" else {"down": rows}
             made |= {f"blk.{found[1]}.ffn_{stem}_exps.{kind}": part.contiguous() for stem, part in parts.items()}
             continue
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(per_expert_)?scale", name):
+            made[f"blk.{found[1]}.ffn_{'down_exps' if found[2] else 'gate_inp'}.scale"] = tensor
+            continue
         whole = name.endswith(("sinks", "A_log"))
         stored = names.get_name(name if whole else module)
         assert stored is not None, name
@@ -242,9 +291,9 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
             heads = HEADS if stored.endswith("q") else KV_HEADS
             halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
-        if architecture.startswith("gemma") and stored.endswith("norm"):
+        if architecture in ("gemma", "gemma2", "gemma3") and stored.endswith("norm"):
             tensor = tensor + 1
-        made[f"{stored}.{kind}"] = tensor.squeeze()
+        made[f"{stored}.{kind}"] = tensor.squeeze() if tensor.numel() > 1 else tensor
     return made
 
 
@@ -257,8 +306,9 @@ def write(
     floats: Collection[str] = (),
     left_out: str | None = None,
 ) -> Path:
-    """``kind``: the type of tensors of two and three dimensions, but for ``floats``; ``up``: of up projections of experts."""
-    config: Any = model.config
+    """``kind``: the type of tensors of two and three dimensions, but for ``floats`` and, with ``up``, up_exps."""
+    config: Any = copy.deepcopy(model.config)
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4: head_dim is that of blocks with a sliding window
     writer = gguf.GGUFWriter(path, architecture)
     head = getattr(config, "head_dim", HEAD)
     keys: dict[str, Any] = {"vocab_size": VOCAB, "attention.key_length": head, "attention.value_length": head}
@@ -276,7 +326,12 @@ def write(
     rope = config.rope_parameters
     inner = rope.get("full_attention", rope)
     share = inner.get("partial_rotary_factor", 1.0)
-    writer.add_rope_dimension_count(int(head * share))
+    if inner["rope_type"] == "proportional":
+        writer.add_rope_dimension_count(2 * HEAD)
+        divisors = np.array([1.0] * 4 + [1e30] * 12, np.float32)
+        writer.add_tensor("rope_freqs.weight", divisors)
+    else:
+        writer.add_rope_dimension_count(int(head * share))
     writer.add_rope_freq_base(inner["rope_theta"])
     if inner["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

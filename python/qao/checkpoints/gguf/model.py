@@ -96,6 +96,8 @@ class Model:
     def is_linear(self, part: Part) -> bool:
         """Whether a part is the weight of an nn.Linear. A tied head, a router and an expert are not."""
         rows = self._symbols(part.stored)
+        if len(rows) == 3 and rows[0] == "e" and part.made is not None:
+            return True
         return (
             part.kind == "weight"
             and len(rows) == 2
@@ -131,11 +133,14 @@ class Model:
     # ---- names
 
     def _is_skipped(self, name: str) -> bool:
-        """Factors of rotary embeddings, and blocks that predict further tokens, which transformers leaves out."""
+        """Factors of rotary embeddings, and what transformers leaves out: blocks that predict further tokens."""
         parts = name.split(".")
-        further = range(self._blocks, self.number("block_count"))
-        block = int(parts[1]) if parts[0] == "blk" and len(parts) > 2 and parts[1].isdecimal() else -1
-        return name in (ROPE_FACTORS, *LONG_FACTORS.values()) or block in further
+        if parts[0] != "blk" or len(parts) < 3 or not parts[1].isdecimal():
+            return name in (ROPE_FACTORS, *LONG_FACTORS.values())
+        block, skipped = int(parts[1]), self.architecture.skipped
+        if skipped is not None and skipped(self, block, parts[2]):
+            return True
+        return block in range(self._blocks, self.number("block_count"))
 
     def _stem(self, name: str) -> tuple[str, Stem]:
         """The module with its block, and the row of the table."""
@@ -146,7 +151,7 @@ class Model:
         if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal():
             block, stem = int(parts[1]), self.architecture.stems.get(parts[2])
             if stem is not None and self._has(stem, kind) and block < self._blocks:
-                return f"model.layers.{block}.{stem.module}", stem
+                return f"model.layers.{block}.{stem.module}".rstrip("."), stem
         raise CheckpointError(
             f"{self._file.path}: tensor {name} is unknown in a model of architecture {self._arch!r} "
             f"with {self._blocks} blocks"
@@ -157,7 +162,8 @@ class Model:
         if stem.module == "mlp.experts":
             return kind in ("weight", "bias")
         if kind != "bias":
-            return stem.names[:1] != ("",) and (kind == "weight" or stem.made is not None)
+            own = stem.names[:1]
+            return own != ("",) and (kind == "weight" or own not in ((), ("weight",)))
         without = "{}" in stem.module or stem is TOP["token_embd"] or len(stem.names) < 2
         return not (without or ("norm" in stem.module and not self.architecture.fixed.get("use_bias", False)))
 
@@ -230,6 +236,9 @@ class Model:
     def has_tensor(self, name: str) -> bool:
         return name in self._file.tensors
 
+    def rows(self, name: str) -> int:
+        return self._file.tensors[name].shape[0]
+
     def error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._file.path}: {what}")
 
@@ -238,7 +247,7 @@ class Model:
         hidden: int = self.number("embedding_length")
         heads: int = self.number("attention.head_count")
         head_dim: int = self.number(about.head_dim, hidden // heads)
-        rotated: int = self.number("rope.dimension_count", head_dim)
+        rotated: int = self.number(about.rotated, head_dim)
         plain = about.head_dim == "attention.key_length"
         for key, value, allowed in (
             (
@@ -246,7 +255,7 @@ class Model:
                 self.number("attention.value_length", head_dim) if plain else head_dim,
                 head_dim,
             ),
-            ("rope.dimension_count", rotated, min(rotated, head_dim) if about.partial_rotary else head_dim),
+            (about.rotated, rotated, min(rotated, head_dim) if about.partial_rotary else head_dim),
         ):
             if value != allowed or head_dim % 2 or value % 2:
                 raise CheckpointError(f"{self._file.path}: {self._arch}.{key} is {value}, but heads have {head_dim}")
@@ -290,8 +299,10 @@ class Model:
             fits = isinstance(value, int) and 0 <= value < embedding.shape[0]  # defaults of transformers may not
             config[f"{name.replace('padding', 'pad')}_token_id"] = value if fits else None
         more = about.configure(self) if about.configure is not None else {}
-        scaling = self._rope_scaling(rotated, config)
-        changes = more.pop("rope_scaling", {})
+        if "rope_parameters" in more:  # of several kinds of blocks
+            del config["rope_theta"]
+            return config | more
+        scaling, changes = self._rope_scaling(rotated, config), more.pop("rope_scaling", {})
         if scaling is not None:
             more["rope_scaling"] = scaling | changes
         return config | more
@@ -299,7 +310,7 @@ class Model:
     def _rope_scaling(self, rotated: int, config: dict[str, Any]) -> dict[str, Any] | None:
         about, kind = self.architecture, self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
         if all(name in self._file.tensors for name in LONG_FACTORS.values()):
-            factors = {key: self._divisors(name, rotated).tolist() for key, name in LONG_FACTORS.items()}
+            factors = {key: self.divisors(name, rotated).tolist() for key, name in LONG_FACTORS.items()}
             return {"rope_type": "longrope", **factors}
         if kind == "linear":
             return {"rope_type": "linear", "factor": self.number("rope.scaling.factor", kind=float)}
@@ -315,7 +326,7 @@ class Model:
             raise CheckpointError(f"{self._file.path}: rotary embeddings scaled by {kind!r} are not supported")
         if ROPE_FACTORS not in self._file.tensors:
             return None
-        stored = self._divisors(ROPE_FACTORS, rotated)
+        stored = self.divisors(ROPE_FACTORS, rotated)
         scaling = {"factor": stored.max().item(), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaling["original_max_position_embeddings"] = 8192
         # The file stores the factors but not their parameters. Every Llama from 3.1 on has these three constants.
@@ -323,9 +334,11 @@ class Model:
             raise CheckpointError(f"{self._file.path}: {ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
         return {"rope_type": "llama3", **scaling}
 
-    def _divisors(self, name: str, rotated: int) -> Tensor:
+    def divisors(self, name: str, rotated: int) -> Tensor:
         """float32 [rotated / 2]: divisors of frequencies in the file."""
-        info: TensorInfo = self._file.tensors[name]
+        info = self._file.tensors.get(name)
+        if info is None:
+            raise self.error(f"it has no {name}")
         if info.type != "F32" or info.shape != (rotated // 2,):
             raise CheckpointError(f"{self._file.path}: {name} must be F32[{rotated // 2}], not {info}")
         return self._file.bytes_of(info).view(torch.float32)

@@ -128,7 +128,7 @@ class GgufCheckpoint(Checkpoint):
         """The layer of a part; None if it is read as float."""
         if part.made is not None:
             return None
-        linear, embedding = self._model.is_linear(part), part.module == "model.embed_tokens"
+        linear, embedding = self._model.is_linear(part), part.module.startswith("model.embed_tokens")
         plain = _LINEAR.get(info.type) if linear else None
         if info.type in (self.native if linear else GGUF_NUMBERS if embedding and self.native else ()):
             own = GgufWeightOnly(info.type)
