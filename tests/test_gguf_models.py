@@ -14,6 +14,7 @@ import qao
 import torch
 from qao.checkpoints import CheckpointError, open_checkpoint
 from qao.cli import main
+from qao.nn import QuantEmbedding
 from torch import Tensor, nn
 
 gguf: Any = pytest.importorskip("gguf")
@@ -420,6 +421,19 @@ def test_llama_cpp(name: str, tmp_path: Path) -> None:
         expected = model(ids[None]).logits[0]
     logits = torch.from_numpy(np.array(theirs.scores[: len(ids)]))
     assert (logits - expected).norm() <= 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3_text", "gemma4_text per layer"])
+def test_blocks_of_scaled_embeddings(name: str, tmp_path: Path) -> None:
+    """transformers fills the factor of Gemma's embeddings after it has created them, without one for others."""
+    architecture, changes = MODELS[name]
+    path = write(tmp_path / "model.gguf", float_model(name, changes), architecture, "Q8_0")
+    floats, model = qao.from_pretrained(path, dequantize=True), qao.from_pretrained(path, dtype=torch.float32)
+    for key in ("embed_tokens", "embed_tokens_per_layer"):
+        if hasattr(model.model, key):
+            embedding, expected = getattr(model.model, key), getattr(floats.model, key)
+            assert isinstance(embedding, QuantEmbedding)
+            assert torch.equal(embedding(torch.arange(VOCAB)), expected(torch.arange(VOCAB)))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -139,6 +139,13 @@ class QuantEmbedding(PackedModule):
             return rows
         return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
+    def settle(self) -> None:
+        """Also fills in the factor. transformers allocates buffers that no file holds, and fills those it knows."""
+        super().settle()
+        factor = vars(self).get("scalar_embed_scale")
+        if factor is not None and isinstance(self.embed_scale, Tensor) and not self.embed_scale.is_meta:
+            self.embed_scale.fill_(factor)
+
     def requires_grad_(self, requires_grad: bool = True) -> QuantEmbedding:
         """Accepts only False, because a quantized embedding cannot be trained."""
         if requires_grad:
