@@ -41,6 +41,10 @@ ROUTED = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
 MOE = {**ROUTED, "moe_intermediate_size": 32}
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+LOCAL = {
+    "full_attention": {**YARN, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+}
 GEMMA3 = {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD, "num_hidden_layers": 7}
 LONG = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
 DEEPSEEK = {
@@ -69,6 +73,22 @@ GEMMA4 = {
 PER_LAYER = {
     **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2},
     **{"use_double_wide_mlp": True, "attention_k_eq_v": False, "num_global_key_value_heads": None},
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+LLAMA4 = {
+    **{"num_local_experts": EXPERTS, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+    **{"intermediate_size": 48, "intermediate_size_mlp": FFN},
+}
+ERNIE = {
+    **{"moe_num_experts": EXPERTS, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    **{"moe_layer_start_index": 1, "moe_layer_interval": 1},
+}
+LFM2 = {
+    **{"layer_types": ["conv", "full_attention", "conv", "full_attention"], "conv_L_cache": 3, "norm_eps": 1e-5},
+    **{"block_auto_adjust_ff_dim": False, "num_attention_heads": HEADS},
 }
 # Model type of transformers: architecture of llama.cpp, changes of config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,10 +122,37 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("qwen35", {**LINEAR, "linear_num_value_heads": 6}),
     "qwen3_5_moe_text": ("qwen35moe", {**LINEAR, **MOE, "shared_expert_intermediate_size": 48}),
     "glm4_moe": ("glm4moe", {**DEEPSEEK, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True}),
+    "llama4_text": ("llama4", {**LLAMA4, "rope_scaling": {**LLAMA3, "factor": 16.0, "high_freq_factor": 1.0}}),
+    "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": EXPERTS, "num_experts_per_tok": 2}),
+    "granitemoeshared": (
+        "granitemoe",
+        {**GRANITE, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    ),
+    "olmo": ("olmo", {"clip_qkv": 0.4}),
+    "olmo3": ("olmo2", {"sliding_window": 8, "rope_scaling": YARN, "rope_theta": 500000.0}),
+    "olmo3 thetas": (
+        "olmo2",
+        {"sliding_window": 8, "rope_parameters": {"full_attention": {**YARN, "rope_theta": 5000.0}, **LOCAL}},
+    ),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5_moe": ("ernie4_5-moe", ERNIE),
+    "exaone4": ("exaone4", {"sliding_window": None, "rope_scaling": LLAMA3, "layer_types": ["full_attention"] * 4}),
+    "exaone4 windows": ("exaone4", {"sliding_window": 8, "num_hidden_layers": 64}),
+    "hunyuan_v1_dense": ("hunyuan-dense", {}),
+    "hunyuan_v1_moe": ("hunyuan-moe", {"num_experts": EXPERTS, "moe_topk": 2}),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2_moe": (
+        "lfm2moe",
+        {**LFM2, "tie_word_embeddings": True, **MOE, "num_dense_layers": 1, "norm_topk_prob": True},
+    ),
+    "nemotron": ("nemotron", {"partial_rotary_factor": 0.5}),
+    "arcee": ("arcee", {}),
+    "minimax_m2": ("minimax-m2", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "rotary_dim": 8}),
     "dots1": ("dots1", {**DEEPSEEK, "norm_topk_prob": True, "sliding_window": None}),
 }
-NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4")
-PERMUTED = ("llama", "granite", "smollm3")
+NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
+NOT_WRITTEN += ("ernie4_5-moe", "lfm2", "lfm2moe", "hunyuan-moe", "minimax-m2")
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3", "olmo", "arcee")
 # Keys of the metadata by names in config.json, as llama.cpp's conversion writes them.
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -131,6 +178,12 @@ KEYS = {
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "clip_qkv": "attention.clamp_kqv",
+    "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
     "n_group": "expert_group_count",
@@ -179,11 +232,57 @@ def gemma4_keys(config: Any) -> dict[str, Any]:
     return keys
 
 
+def llama4_keys(config: Any) -> dict[str, Any]:
+    return {
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.head_count_kv": config.num_key_value_heads,
+    }
+
+
+def ernie_keys(config: Any) -> dict[str, Any]:
+    keys = {"expert_shared_count": config.moe_num_shared_experts, "leading_dense_block_count": 1}
+    keys |= {"interleave_moe_layer_step": 1}
+    return keys | {"expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads}
+
+
+def window_keys(config: Any) -> dict[str, Any]:
+    if not getattr(config, "sliding_window", None):
+        return {}
+    local = config.rope_parameters.get("sliding_attention")
+    theta = {"rope.freq_base_swa": local["rope_theta"]} if local else {}
+    return theta | {"attention.sliding_window_pattern": [one == "sliding_attention" for one in config.layer_types]}
+
+
+def hunyuan_keys(config: Any) -> dict[str, Any]:
+    size = config.intermediate_size
+    keys = {"expert_shared_feed_forward_length": size, "expert_feed_forward_length": size, "expert_shared_count": 1}
+    return keys | {"expert_used_count": config.moe_topk}
+
+
+def lfm2_keys(config: Any) -> dict[str, Any]:
+    keys = {"attention.head_count_kv": [KV_HEADS if one == "full_attention" else 0 for one in config.layer_types]}
+    return keys | ({"expert_gating_func": 2} if config.model_type == "lfm2_moe" else {})
+
+
 # Keys that llama.cpp's conversion computes from config.json; None: left out.
 COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek2": mla_keys,
     "gpt-oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
     "qwen3next": linear_keys,
+    "llama4": llama4_keys,
+    "olmo": lambda config: {"attention.layer_norm_epsilon": 1e-5},
+    "olmo2": window_keys,
+    "exaone4": window_keys,
+    "ernie4_5-moe": ernie_keys,
+    "hunyuan-moe": hunyuan_keys,
+    "lfm2": lfm2_keys,
+    "lfm2moe": lfm2_keys,
+    "nemotron": lambda config: {
+        "attention.layer_norm_epsilon": config.norm_eps,
+        "attention.layer_norm_rms_epsilon": None,
+    },
+    "minimax-m2": lambda config: {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2},
     "qwen35": linear_keys,
     "gemma4": gemma4_keys,
     "qwen35moe": linear_keys,
@@ -231,9 +330,36 @@ def scalars(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
     return made
 
 
+def llama4_experts(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    if name.endswith("experts.down_proj"):
+        return {f"{name}.weight": tensor.mT}
+    if not name.endswith("experts.gate_up_proj"):
+        return {name: tensor}
+    gate, up = tensor.mT.chunk(2, 1)
+    return {name.replace("gate_up_proj", "gate_proj.weight"): gate, name.replace("gate_up_proj", "up_proj.weight"): up}
+
+
+def granite_experts(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    shared = name.endswith("shared_mlp.input_linear.weight")
+    if shared or name.endswith("experts.gate_up_proj"):
+        block = name.split(".")[2]
+        stems = [f"blk.{block}.ffn_{one}_{'sh' if shared else ''}exp{'' if shared else 's'}" for one in ("gate", "up")]
+        return dict(zip((f"{one}.weight" for one in stems), tensor.chunk(2, 0 if shared else 1), strict=True))
+    return {name.replace("experts.down_proj", "output_linear.weight").replace("router", "router.layer"): tensor}
+
+
+def lfm2_bias(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    return {name.replace("expert_bias", "expert_bias.bias"): tensor}
+
+
 CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
     "deepseek2": split_kv,
     "qwen3next": delta_net,
+    "llama4": llama4_experts,
+    "granitemoe": granite_experts,
+    "lfm2moe": lfm2_bias,
+    "ernie4_5-moe": lambda name, tensor, config: {name.replace("gate.moe_statics", "moe_statics"): tensor},
+    "nemotron": lambda name, tensor, config: {name: tensor + name.endswith("norm.weight")},
     "qwen35": delta_net,
     "gemma4": scalars,
     "qwen35moe": delta_net,
@@ -243,7 +369,8 @@ CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
 def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
     """Small, with random weights, norms and biases."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name.split()[0], **SIZES | dict(changes))
+    settings = copy.deepcopy(SIZES | dict(changes))  # transformers changes dictionaries in them
+    config = transformers.AutoConfig.for_model(name.split()[0], **settings)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for key, parameter in model.state_dict().items():
@@ -266,7 +393,10 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
             continue
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         module, _, kind = name.rpartition(".")
-        found = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)", name)
+        if name.startswith("blk."):
+            made[name] = tensor
+            continue
+        found = re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)", name)
         if found and architecture != "gpt-oss":
             halves = tensor.chunk(2, 1) if found[2] == "gate_up_proj" else [tensor]
             stems = ("gate", "up") if found[2] == "gate_up_proj" else ("down",)
@@ -344,6 +474,14 @@ def write(
     if inner["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(inner["factor"])
+    if inner["rope_type"] == "llama3":
+        lengths = 2 * np.pi * inner["rope_theta"] ** (np.arange(0, head, 2) / head)
+        turns = inner["original_max_position_embeddings"] / lengths
+        low, high, factor = (inner[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
+        smooth = (turns - low) / (high - low or 1.0)
+        smooth = 1 / ((1 - smooth) / factor + smooth)
+        divisors = np.where(turns > high, 1.0, np.where(turns < low, factor, smooth))
+        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     if inner["rope_type"] == "longrope":
         for length in ("short", "long"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(inner[f"{length}_factor"], np.float32))
@@ -395,7 +533,9 @@ DIFFERENT: dict[str, dict[str, Any] | str] = {
     "olmoe": {"num_key_value_heads": HEADS},
     "dots1": {"num_key_value_heads": HEADS},
     "cohere": {"use_qk_norm": False},  # it reads these norms in files of 64 blocks only
+    "exaone4": {"rope_scaling": None},
     "gpt_oss": "it rounds the bounds between which YaRN blends frequencies",
+    "olmo3 thetas": "it has one base of rotary embeddings",
     "phi3 longrope": "it chooses the factors by the size of the context, not of the text",
     "deepseek_v2 groups": "it scores groups by their two best experts, not by the best",
 }
@@ -510,7 +650,7 @@ def test_sliding_windows(tmp_path: Path) -> None:
     model = float_model("phi3", {})
     model.config.sliding_window = 0
     assert "sliding_window" not in open_checkpoint(write(tmp_path / "phi.gguf", model, "phi3")).config
-    model = float_model("olmo2", {})
-    model.config.sliding_window = 8  # OLMo 3
-    with pytest.raises(CheckpointError, match="olmo2 with a sliding window is not supported"):
-        open_checkpoint(write(tmp_path / "olmo.gguf", model, "olmo2"))
+    model = float_model("granite", GRANITE)
+    model.config.sliding_window = 8
+    with pytest.raises(CheckpointError, match="granite with a sliding window is not supported"):
+        open_checkpoint(write(tmp_path / "granite.gguf", model, "granite"))

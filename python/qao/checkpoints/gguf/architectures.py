@@ -56,6 +56,8 @@ class Entry(NamedTuple):
 class Metadata(Protocol):
     """What a row may ask of a file. Keys are behind "<architecture>."."""
 
+    blocks: int
+
     def number(self, key: str, default: Any = None, kind: Any = int, least: int = 1) -> Any: ...
     def per_block(self, key: str, default: Any = None) -> list[Any]: ...
     def has_key(self, key: str) -> bool: ...
@@ -74,6 +76,8 @@ class Architecture:
     cls: str
     stems: Mapping[str, Stem]
     epsilon: str = "rms_norm_eps"
+    layer_norm: bool = False  # or RMSNorm
+    norm_bias: bool = False  # whether norms have biases
     entries: tuple[Entry, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)  # entries of config.json that no file holds
     permuted: bool = False  # llama.cpp interleaves the halves of rotary pairs in rows of q and k
@@ -89,6 +93,9 @@ class Architecture:
     configure: Callable[[Metadata], dict[str, Any]] | None = None  # more entries of config.json
     sizes: Callable[[Mapping[str, Any], int], dict[str, int]] | None = None  # more symbols, from config.json and block
     constants: Mapping[str, int] = field(default_factory=dict)  # numbers of files that may not differ
+    high_frequency: tuple[float, ...] = (4.0,)  # what may be high_freq_factor of Llama 3's rotary embeddings
+    local_theta: float | None = None  # rope_theta that transformers gives blocks with a sliding window by default
+    patterned: bool = False  # whether files say which blocks have a sliding window
     written: bool = True  # whether the table suffices to write files
 
 
@@ -155,7 +162,8 @@ _ROUTED = (  # DeepSeek's: dense blocks first, shared experts, experts in groups
 _GROUPS = (Entry("n_group", "expert_group_count", default=1), Entry("topk_group", "expert_group_used_count", default=1))
 _SIGMOID = {"expert_gating_func": 2}
 _NORM = Entry("norm_topk_prob", "expert_weights_norm", bool, False)
-_SHARED_SIZE = Entry("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
+_SHARED_KEY = "expert_shared_feed_forward_length"
+_SHARED_SIZE = Entry("shared_expert_intermediate_size", _SHARED_KEY)
 _SOFTCAPS = (
     Entry("attn_logit_softcapping", "attn_logit_softcapping", float, 50.0),
     Entry("final_logit_softcapping", "final_logit_softcapping", float, 30.0),
@@ -301,7 +309,7 @@ def _linear_attention(file: Metadata) -> dict[str, Any]:
         linear = file.per_block("attention.recurrent_layers")
     else:
         interval = file.number("full_attention_interval", 4)
-        linear = [(block + 1) % interval for block in range(len(file.per_block("attention.head_count")))]
+        linear = [(block + 1) % interval for block in range(file.blocks)]
     return {
         "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
         "linear_conv_kernel_dim": file.number("ssm.conv_kernel"),
@@ -459,7 +467,7 @@ def _gemma4_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
 
 def _shares_keys(file: Metadata, block: int, name: str) -> bool:
     """Whether these are keys of a block that takes those of an earlier one."""
-    first = len(file.per_block("feed_forward_length")) - file.number("attention.shared_kv_layers", 0, least=0)
+    first = file.blocks - file.number("attention.shared_kv_layers", 0, least=0)
     return block >= first and name in ("attn_k", "attn_v", "attn_k_norm")
 
 
@@ -485,9 +493,189 @@ _GEMMA4_MOE = {
 }
 
 
+def _llama4(file: Metadata) -> dict[str, Any]:
+    """Sizes of the experts and of dense blocks. Chunks and temperatures of attention are constants of llama.cpp."""
+    return {
+        "intermediate_size": file.number("expert_feed_forward_length"),
+        "intermediate_size_mlp": file.number("feed_forward_length"),
+        "use_qk_norm": file.number("expert_count") != 128,
+    }
+
+
+def _llama4_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
+    x = config["intermediate_size"]
+    return {"x": x, "2x": 2 * x, "f": config["intermediate_size_mlp"]}
+
+
+def _transposed(sizes: Sizes, weight: Tensor) -> Tensor:
+    return weight.transpose(1, 2)
+
+
+def _transposed_gate_up(sizes: Sizes, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat((gate, up), 1).transpose(1, 2)
+
+
+LLAMA4 = Architecture(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    _ATTENTION
+    | {
+        "ffn_norm": _MLP["ffn_norm"],
+        "ffn_gate": Stem("feed_forward.gate_proj", "f h"),
+        "ffn_up": Stem("feed_forward.up_proj", "f h"),
+        "ffn_down": Stem("feed_forward.down_proj", "h f"),
+        "ffn_gate_inp": Stem("feed_forward.router", "e h"),
+        "ffn_gate_exps": Stem(
+            "feed_forward.experts",
+            "e x h",
+            ("gate_up_proj",),
+            Made("e h 2x", _transposed_gate_up, ("ffn_up_exps",)),
+        ),
+        "ffn_up_exps": Stem("feed_forward.experts", "e x h", ()),
+        "ffn_down_exps": Stem("feed_forward.experts", "e h x", ("down_proj",), Made("e x h", _transposed)),
+        "ffn_gate_shexp": Stem("feed_forward.shared_expert.gate_proj", "x h"),
+        "ffn_up_shexp": Stem("feed_forward.shared_expert.up_proj", "x h"),
+        "ffn_down_shexp": Stem("feed_forward.shared_expert.down_proj", "h x"),
+    },
+    entries=(
+        Entry("num_local_experts", "expert_count"),
+        *_COUNTS,
+        Entry("interleave_moe_layer_step", "interleave_moe_layer_step"),
+    ),
+    fixed={
+        **{"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True},
+        "no_rope_layer_interval": 4,
+    },
+    present={},
+    configure=_llama4,
+    sizes=_llama4_sizes,
+    high_frequency=(4.0, 1.0),
+    written=False,
+)
+
+
+def _windows(file: Metadata) -> dict[str, Any]:
+    """Three blocks of four have a sliding window, unless the file says which do."""
+    sliding = [(block + 1) % 4 != 0 for block in range(file.blocks)]
+    if file.has_key("attention.sliding_window_pattern"):
+        sliding = file.per_block("attention.sliding_window_pattern")
+    return {"layer_types": ["sliding_attention" if one else "full_attention" for one in sliding]}
+
+
+def _exaone4(file: Metadata) -> dict[str, Any]:
+    if file.has_key("attention.sliding_window"):
+        return _windows(file)
+    return {"sliding_window": None, "layer_types": ["full_attention"] * file.blocks}
+
+
+_POST_NORMS = _without(_DENSE | _SANDWICH, "attn_norm", "ffn_norm")
+OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", _POST_NORMS | _WIDE_QK_NORMS)
+OLMO3 = Architecture(  # "olmo2" with sliding windows
+    "olmo3",
+    "Olmo3ForCausalLM",
+    _POST_NORMS | _WIDE_QK_NORMS,
+    entries=(_WINDOW,),
+    configure=_windows,
+    local_theta=500000.0,
+    patterned=True,
+)
+
+
+_GRANITE = (
+    Entry("attention_multiplier", "attention.scale", float),
+    Entry("embedding_multiplier", "embedding_scale", float, 1.0),
+    Entry("residual_multiplier", "residual_scale", float, 1.0),
+    Entry("logits_scaling", "logit_scale", float, 1.0),
+)
+
+
+def _expert_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
+    x, s = config["intermediate_size"], config.get("shared_intermediate_size", 0)
+    return {"2x": 2 * x, "s": s, "2s": 2 * s}
+
+
+def _in_order(sizes: Sizes) -> Tensor:
+    return torch.arange(sizes["2s"])
+
+
+_GRANITE_MOE = {
+    **_ATTENTION,
+    "ffn_norm": _MLP["ffn_norm"],
+    "ffn_gate_inp": Stem("block_sparse_moe.router.layer", "e h"),
+    "ffn_gate_exps": Stem(
+        "block_sparse_moe.input_linear", "e x h", ("weight",), Made("e 2x h", _gate_up, ("ffn_up_exps",))
+    ),
+    "ffn_up_exps": Stem("block_sparse_moe.input_linear", "e x h", ()),
+    "ffn_down_exps": Stem("block_sparse_moe.output_linear", "e h x", ("weight",), Made("e h x", _same)),
+}
+GRANITE_MOE = Architecture(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    _GRANITE_MOE,
+    entries=(*_GRANITE, Entry("num_local_experts", "expert_count"), *_COUNTS),
+    permuted=True,
+    sizes=_expert_sizes,
+    written=False,
+)
+GRANITE_MOE_SHARED = Architecture(  # "granitemoe" with shared experts
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    _GRANITE_MOE
+    | {
+        "ffn_gate_shexp": Stem(
+            "shared_mlp.input_linear", "s h", ("weight",), Made("2s h", None, ("ffn_up_shexp",), _in_order)
+        ),
+        "ffn_up_shexp": Stem("shared_mlp.input_linear", "s h", ()),
+        "ffn_down_shexp": Stem("shared_mlp.output_linear", "h s"),
+    },
+    entries=(*GRANITE_MOE.entries, Entry("shared_intermediate_size", _SHARED_KEY)),
+    permuted=True,
+    sizes=_expert_sizes,
+    written=False,
+)
+
+
+def _convolutions(file: Metadata) -> dict[str, Any]:
+    """LFM2: blocks without heads of keys have a convolution instead of attention."""
+    heads = file.per_block("attention.head_count_kv")
+    return {"layer_types": ["full_attention" if count else "conv" for count in heads]}
+
+
+def _lfm2_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
+    return {"3h": 3 * config["hidden_size"], "c": config["conv_L_cache"]}
+
+
+_LFM2 = {
+    "attn_norm": Stem("operator_norm", "h"),
+    **{name: _ATTENTION[name] for name in ("attn_q", "attn_k", "attn_v")},
+    "attn_output": Stem("self_attn.out_proj", "h q"),
+    "attn_q_norm": Stem("self_attn.q_layernorm", "d"),
+    "attn_k_norm": Stem("self_attn.k_layernorm", "d"),
+    "shortconv.in_proj": Stem("conv.in_proj", "3h h"),
+    "shortconv.conv": Stem("conv.conv", "h 1 c"),
+    "shortconv.out_proj": Stem("conv.out_proj", "h h"),
+    "ffn_norm": Stem("ffn_norm", "h"),
+    "ffn_gate": Stem("feed_forward.w1", "f h"),
+    "ffn_up": Stem("feed_forward.w3", "f h"),
+    "ffn_down": Stem("feed_forward.w2", "h f"),
+}
+_LFM2_TOP = {
+    "token_embd_norm": Stem("model.embedding_norm", "h"),  # llama.cpp's name of the last norm
+    "output_norm": Stem("model.embedding_norm", "h"),
+}
+_HUNYUAN = {
+    "attn_q_norm": Stem("self_attn.query_layernorm", "d"),
+    "attn_k_norm": Stem("self_attn.key_layernorm", "d"),
+}
+_CACHE = Entry("conv_L_cache", "shortconv.l_cache")
+_ERNIE_BIAS = {"use_bias": "attn_q.bias"}
+
+
 # Rows for files of one architecture that are different models of transformers.
 VARIANTS: dict[str, Callable[[Metadata], Architecture]] = {
     "llama": lambda file: MIXTRAL if file.has_key("expert_count") else LLAMA,
+    "granitemoe": lambda file: GRANITE_MOE_SHARED if file.has_key(_SHARED_KEY) else GRANITE_MOE,
+    "olmo2": lambda file: OLMO3 if file.has_key(_WINDOW.key) else OLMO2,
     "deepseek2": lambda file: DEEPSEEK_V3 if _is_sigmoid(file) else DEEPSEEK_V2,
 }
 ARCHITECTURES: dict[str, Architecture] = {
@@ -655,23 +843,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         written=False,
     ),
-    "granite": Architecture(
-        "granite",
-        "GraniteForCausalLM",
-        _DENSE,
-        entries=(
-            Entry("attention_multiplier", "attention.scale", float),
-            Entry("embedding_multiplier", "embedding_scale", float, 1.0),
-            Entry("residual_multiplier", "residual_scale", float, 1.0),
-            Entry("logits_scaling", "logit_scale", float, 1.0),
-        ),
+    "granite": Architecture("granite", "GraniteForCausalLM", _DENSE, entries=_GRANITE, permuted=True),
+    "granitemoe": GRANITE_MOE,
+    "olmo": Architecture(
+        "olmo",
+        "OlmoForCausalLM",
+        _without(_DENSE, "attn_norm", "ffn_norm"),
+        epsilon="layer_norm_eps",
+        layer_norm=True,
+        entries=(Entry("clip_qkv", "attention.clamp_kqv", float, optional=True),),
         permuted=True,
     ),
-    "olmo2": Architecture(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        _without(_DENSE | _WIDE_QK_NORMS | _SANDWICH, "attn_norm", "ffn_norm"),
-    ),
+    "olmo2": OLMO2,
     "olmoe": Architecture(
         "olmoe",
         "OlmoeForCausalLM",
@@ -686,6 +869,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"attn_q_norm": Stem("self_attn.q_norm", "n d"), "attn_k_norm": Stem("self_attn.k_norm", "m d")},
         present={**_BIASED, "use_qk_norm": "attn_q_norm.weight"},
         epsilon="layer_norm_eps",
+        layer_norm=True,
         entries=(Entry("logit_scale", "logit_scale", float),),
     ),
     "cohere2": Architecture(
@@ -693,6 +877,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Cohere2ForCausalLM",
         _without(_DENSE, "ffn_norm"),
         epsilon="layer_norm_eps",
+        layer_norm=True,
         entries=(Entry("logit_scale", "logit_scale", float), _WINDOW),
     ),
     "smollm3": Architecture(
@@ -708,6 +893,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_down": Stem("mlp.c_proj", "h f"),
         },
         epsilon="norm_epsilon",
+        layer_norm=True,
+        norm_bias=True,
         fixed={"use_bias": True, "sliding_window": None},
     ),
     "seed_oss": Architecture(
@@ -715,6 +902,121 @@ ARCHITECTURES: dict[str, Architecture] = {
         "SeedOssForCausalLM",
         _without(_DENSE, "ffn_norm") | {"post_attention_norm": Stem("post_attention_layernorm", "h")},
         present={**_BIASED, "attention_out_bias": "attn_output.bias", "mlp_bias": "ffn_up.bias"},
+    ),
+    "llama4": LLAMA4,
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", _DENSE, present=_ERNIE_BIAS),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        _DENSE
+        | _EXPERTS
+        | _SHARED_EXPERTS
+        | {"exp_probs_b": Stem("mlp.moe_statics", "1 e", ("", "e_score_correction_bias"))},
+        entries=(
+            Entry("moe_num_experts", "expert_count"),
+            Entry("moe_k", "expert_used_count"),
+            Entry("moe_intermediate_size", "expert_feed_forward_length"),
+            Entry("moe_num_shared_experts", "expert_shared_count", default=0, least=0),
+            Entry("moe_layer_start_index", "leading_dense_block_count", default=0, least=0),
+            Entry("moe_layer_interval", "interleave_moe_layer_step"),
+        ),
+        fixed={"moe_layer_end_index": -1},
+        present=_ERNIE_BIAS,
+        written=False,
+    ),
+    "exaone4": Architecture(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        _POST_NORMS | _QK_NORMS,
+        entries=(Entry("sliding_window", "attention.sliding_window", optional=True),),
+        present={},
+        configure=_exaone4,
+        patterned=True,
+    ),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _DENSE | _HUNYUAN),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        _ATTENTION
+        | _HUNYUAN
+        | {"ffn_norm": _MLP["ffn_norm"]}
+        | _experts("mlp.gate.wg", *(f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")))
+        | {
+            "ffn_gate_shexp": Stem("mlp.shared_mlp.gate_proj", "f h"),
+            "ffn_up_shexp": Stem("mlp.shared_mlp.up_proj", "f h"),
+            "ffn_down_shexp": Stem("mlp.shared_mlp.down_proj", "h f"),
+        },
+        entries=(Entry("num_experts", "expert_count"), Entry("moe_topk", "expert_used_count")),
+        written=False,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        _LFM2,
+        epsilon="norm_eps",
+        entries=(_CACHE,),
+        fixed={"block_auto_adjust_ff_dim": False},
+        present={"conv_bias": "shortconv.in_proj.bias"},
+        arrays=("attention.head_count_kv",),
+        top=_LFM2_TOP,
+        configure=_convolutions,
+        sizes=_lfm2_sizes,
+        written=False,
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        _LFM2
+        | _experts("feed_forward.gate", *(f"feed_forward.experts.{{}}.{one}" for one in ("w1", "w3", "w2")))
+        | {"exp_probs_b": Stem("feed_forward", "e", ("", "expert_bias"))},
+        epsilon="norm_eps",
+        entries=(*_MOE, Entry("num_dense_layers", "leading_dense_block_count", default=0, least=0), _CACHE),
+        fixed={"norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+        present={"conv_bias": "shortconv.in_proj.bias"},
+        constants=_SIGMOID,
+        arrays=("attention.head_count_kv",),
+        top=_LFM2_TOP,
+        configure=_convolutions,
+        sizes=_lfm2_sizes,
+        written=False,
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        "NemotronForCausalLM",
+        _without(_DENSE, "ffn_gate"),
+        epsilon="norm_eps",
+        layer_norm=True,
+        norm_bias=True,
+        norm_offset=1.0,
+        present={**_BIASED, "mlp_bias": "ffn_up.bias"},
+        partial_rotary=True,
+    ),
+    "arcee": Architecture(
+        "arcee",
+        "ArceeForCausalLM",
+        _without(_DENSE, "ffn_gate"),
+        permuted=True,
+        present={**_BIASED, "mlp_bias": "ffn_up.bias"},
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        _ATTENTION
+        | _WIDE_QK_NORMS
+        | {"ffn_norm": _MLP["ffn_norm"], "exp_probs_b": Stem("block_sparse_moe", "e", ("", "e_score_correction_bias"))}
+        | _experts(
+            "block_sparse_moe.gate",
+            *(f"block_sparse_moe.experts.{{}}.{one}" for one in ("w1", "w3", "w2")),
+        ),
+        entries=(
+            Entry("num_local_experts", "expert_count"),
+            *_COUNTS,
+            Entry("rotary_dim", "rope.dimension_count"),
+        ),
+        present={},
+        partial_rotary=True,
+        constants=_SIGMOID,
+        written=False,
     ),
 }
 TOP = {
@@ -724,4 +1026,5 @@ TOP = {
 }
 # Every row, by the type of the model in transformers, with its name in llama.cpp.
 ROWS: dict[str, tuple[str, Architecture]] = {about.model_type: (arch, about) for arch, about in ARCHITECTURES.items()}
-ROWS |= {"mixtral": ("llama", MIXTRAL), "deepseek_v2": ("deepseek2", DEEPSEEK_V2)}
+ROWS |= {"mixtral": ("llama", MIXTRAL), "deepseek_v2": ("deepseek2", DEEPSEEK_V2), "olmo3": ("olmo2", OLMO3)}
+ROWS |= {"granitemoeshared": ("granitemoe", GRANITE_MOE_SHARED)}

@@ -18,6 +18,7 @@ from .file import Array, GgufFile, TensorInfo
 _REMEDY = "Open the model's own file; merge adapters (LoRA) into the float model first"
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # Phi-3
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number
 _WINDOW = "attention.sliding_window"
 _BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62}  # which scale attention by hidden_size / heads, not by the head's size
 
@@ -53,6 +54,7 @@ class Model:
 
     Attributes:
         architecture: the row of the table.
+        blocks: number of blocks.
         config: the content of config.json.
         parts: the tensors.
 
@@ -80,7 +82,7 @@ class Model:
             )
         self._arch = str(arch)
         self.architecture: Architecture = ARCHITECTURES[self._arch]
-        self._blocks = self.number("block_count") - self.number("nextn_predict_layers", 0, least=0)
+        self.blocks = self.number("block_count") - self.number("nextn_predict_layers", 0, least=0)
         if self._arch in VARIANTS:
             self.architecture = VARIANTS[self._arch](self)
         self._stems = {name: self._stem(name) for name in file.tensors if not self._is_skipped(name)}
@@ -140,7 +142,7 @@ class Model:
         block, skipped = int(parts[1]), self.architecture.skipped
         if skipped is not None and skipped(self, block, parts[2]):
             return True
-        return block in range(self._blocks, self.number("block_count"))
+        return block in range(self.blocks, self.number("block_count"))
 
     def _stem(self, name: str) -> tuple[str, Stem]:
         """The module with its block, and the row of the table."""
@@ -150,11 +152,11 @@ class Model:
             return top[own].module, top[own]
         if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal():
             block, stem = int(parts[1]), self.architecture.stems.get(parts[2])
-            if stem is not None and self._has(stem, kind) and block < self._blocks:
+            if stem is not None and self._has(stem, kind) and block < self.blocks:
                 return f"model.layers.{block}.{stem.module}".rstrip("."), stem
         raise CheckpointError(
             f"{self._file.path}: tensor {name} is unknown in a model of architecture {self._arch!r} "
-            f"with {self._blocks} blocks"
+            f"with {self.blocks} blocks"
         )
 
     def _has(self, stem: Stem, kind: str) -> bool:
@@ -165,7 +167,7 @@ class Model:
             own = stem.names[:1]
             return own != ("",) and (kind == "weight" or own not in ((), ("weight",)))
         without = "{}" in stem.module or stem is TOP["token_embd"] or len(stem.names) < 2
-        return not (without or ("norm" in stem.module and not self.architecture.fixed.get("use_bias", False)))
+        return not (without or ("norm" in stem.module and not self.architecture.norm_bias))
 
     def _parts(self, name: str) -> Iterator[Part]:
         module, stem = self._stems[name]
@@ -224,10 +226,11 @@ class Model:
     def per_block(self, key: str, default: Any = None) -> list[Any]:
         """The number of each block, which the metadata may have once for all."""
         value = self._file.metadata.get(f"{self._arch}.{key}", default)
-        values = list(value.values or ()) if isinstance(value, Array) else [value] * self._blocks
-        if len(values) < self._blocks or not all(isinstance(one, int) and 0 <= one < 2**31 for one in values):
-            raise self.error(f"{self._arch}.{key} must have a number for each of {self._blocks} blocks")
-        return values[: self._blocks]
+        value = value.values or () if isinstance(value, Array) else value
+        values = list(value) if isinstance(value, (list, tuple)) else [value] * self.blocks
+        if len(values) < self.blocks or not all(isinstance(one, int) and 0 <= one < 2**31 for one in values):
+            raise self.error(f"{self._arch}.{key} must have a number for each of {self.blocks} blocks")
+        return values[: self.blocks]
 
     def has_key(self, key: str) -> bool:
         """Whether a number is there that is not 0, which llama.cpp writes for None."""
@@ -262,7 +265,7 @@ class Model:
         embedding = tensors.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError(f"{self._file.path}: it has no token_embd.weight. Is it a language model?")
-        norm = "attention.layer_norm_rms_epsilon" if about.epsilon == "rms_norm_eps" else "attention.layer_norm_epsilon"
+        norm = "attention.layer_norm_epsilon" if about.layer_norm else "attention.layer_norm_rms_epsilon"
         experts = self.number("expert_feed_forward_length") if self.has_key("expert_feed_forward_length") else None
         config: dict[str, Any] = {
             "architectures": [about.cls],
@@ -270,7 +273,7 @@ class Model:
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden,
             "intermediate_size": self.number("feed_forward_length", experts),
-            "num_hidden_layers": self._blocks,
+            "num_hidden_layers": self.blocks,
             "num_attention_heads": heads,
             "num_key_value_heads": self.number("attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -303,6 +306,15 @@ class Model:
             del config["rope_theta"]
             return config | more
         scaling, changes = self._rope_scaling(rotated, config), more.pop("rope_scaling", {})
+        if about.local_theta is not None:
+            theta = config["rope_theta"]
+            local = self.number("rope.freq_base_swa", theta, float)
+            if local != about.local_theta:
+                del config["rope_theta"]
+                whole = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+                windows = {"rope_type": "default", "rope_theta": local}
+                more["rope_parameters"] = {"full_attention": whole, "sliding_attention": windows}
+                return config | more
         if scaling is not None:
             more["rope_scaling"] = scaling | changes
         return config | more
@@ -327,12 +339,13 @@ class Model:
         if ROPE_FACTORS not in self._file.tensors:
             return None
         stored = self.divisors(ROPE_FACTORS, rotated)
-        scaling = {"factor": stored.max().item(), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        scaling["original_max_position_embeddings"] = 8192
-        # The file stores the factors but not their parameters. Every Llama from 3.1 on has these three constants.
-        if not torch.allclose(stored, llama3_factors(rotated, config["rope_theta"], **scaling), rtol=1e-4):
-            raise CheckpointError(f"{self._file.path}: {ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
-        return {"rope_type": "llama3", **scaling}
+        # The file stores the factors but not their parameters. Every Llama from 3.1 on has these constants.
+        for high in about.high_frequency:
+            scaling = {"factor": stored.max().item(), "low_freq_factor": 1.0, "high_freq_factor": high}
+            scaling["original_max_position_embeddings"] = 8192
+            if torch.allclose(stored, llama3_factors(rotated, config["rope_theta"], **scaling), rtol=1e-4):
+                return {"rope_type": "llama3", **scaling}
+        raise CheckpointError(f"{self._file.path}: {ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
 
     def divisors(self, name: str, rotated: int) -> Tensor:
         """float32 [rotated / 2]: divisors of frequencies in the file."""
@@ -350,15 +363,16 @@ class Model:
         if block in self._sizes:
             return self._sizes[block]
         c = self.config
+        shared = next((c[name] for name in ("n_shared_experts", "moe_num_shared_experts") if name in c), 0)
         q, k = (c[f"num_{heads}_heads"] * c["head_dim"] for heads in ("attention", "key_value"))
         f = c["intermediate_size"]
-        experts = next((c[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in c), 0)
+        experts = next((c[name] for name in EXPERTS if name in c), 0)
         x = c.get("moe_intermediate_size", f)
         sizes = {
             **{"h": c["hidden_size"], "v": c["vocab_size"], "f": f, "2f": 2 * f, "1": 1},
             **{"q": q, "k": k, "q+2k": q + 2 * k, "d": c["head_dim"]},
             **{"n": c["num_attention_heads"], "m": c["num_key_value_heads"]},
-            **{"e": experts, "x": x, "s": c.get("shared_expert_intermediate_size", x * c.get("n_shared_experts", 0))},
+            **{"e": experts, "x": x, "s": c.get("shared_expert_intermediate_size", x * shared)},
         }
         more = self.architecture.sizes
         self._sizes[block] = sizes if more is None else sizes | more(c, block)
@@ -371,14 +385,19 @@ class Model:
             experts, rows, columns = (sizes[one] for one in symbols)
             rows *= len(part.fused)
             return (experts, rows) if part.kind.endswith("bias") else (experts, columns, rows)
-        symbols = symbols[:1] if part.stored.endswith(".bias") else symbols if part.expert is None else symbols[1:]
+        symbols = symbols[:1] if self._is_bias(part.stored) else symbols if part.expert is None else symbols[1:]
         return tuple(sizes[one] for one in symbols)
+
+    def _is_bias(self, name: str) -> bool:
+        """Whether a tensor is the bias of another one, with its rows."""
+        return name.endswith(".bias") and self._stems[name][1].names[:1] != ("",)
 
     def _check_shapes(self) -> None:
         for name, (module, stem) in self._stems.items():
             sizes, symbols = self.sizes(_block(name)), stem.shape.split(" ")
-            kept = len(symbols) if not name.endswith(".bias") else 2 if module.endswith("mlp.experts") else 1
-            expected = [sizes[one] for one in symbols[:kept]]
+            if self._is_bias(name):
+                symbols = symbols[: 2 if module.endswith("mlp.experts") else 1]
+            expected = [sizes[one] for one in symbols]
             found = list(self._file.tensors[name].shape)
             if found != expected and found != [one for one in expected if one != 1]:  # llama.cpp drops dimensions of 1
                 raise CheckpointError(
@@ -418,5 +437,6 @@ def llama3_factors(
     """float32 [rotated / 2]: divisor of each wavelength; see transformers' rope_type "llama3"."""
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     turns = original_max_position_embeddings / wavelengths
-    smooth = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    width = max(high_freq_factor - low_freq_factor, 1e-9)  # Llama 4 has none
+    smooth = ((turns - low_freq_factor) / width).clamp(0, 1)
     return (1 / (smooth + (1 - smooth) / factor)).float()

@@ -17,7 +17,7 @@ from ..base import Checkpoint, CheckpointError
 from .architectures import ROWS, TOP, Architecture
 from .encode import encoded, type_of
 from .file import TYPES, TensorInfo
-from .model import LONG_FACTORS, ROPE_FACTORS, Model, llama3_factors
+from .model import EXPERTS, LONG_FACTORS, ROPE_FACTORS, Model, llama3_factors
 
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # llama.cpp's enum llama_ftype
@@ -144,7 +144,7 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0) or 1.0)
     rotated = int(head_dim * share)
-    norm = "layer_norm_rms_epsilon" if about.epsilon == "rms_norm_eps" else "layer_norm_epsilon"
+    norm = "layer_norm_epsilon" if about.layer_norm else "layer_norm_rms_epsilon"
     numbers: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
@@ -155,7 +155,7 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        f"attention.{norm}": float(getattr(config, about.epsilon)),
+        f"attention.{norm}": float(getattr(config, about.epsilon, 1e-5)),  # a constant in OLMo
         "rope.dimension_count": rotated,
         "rope.freq_base": float(rope["rope_theta"]),
     }
@@ -164,6 +164,11 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
         value = getattr(config, entry.name, None)
         if value is not None:
             numbers[entry.key] = entry.kind(value)
+    if about.patterned and getattr(config, "sliding_window", None):
+        numbers["attention.sliding_window_pattern"] = [one == "sliding_attention" for one in config.layer_types]
+    if about.local_theta is not None:
+        nested = getattr(config, "rope_parameters", None) or {}
+        numbers["rope.freq_base_swa"] = float(nested.get("sliding_attention", rope)["rope_theta"])
     floats: dict[str, Tensor] = {}
     kind = rope.get("rope_type", "default")
     original: Any = rope.get("original_max_position_embeddings")
@@ -189,7 +194,7 @@ def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Archite
     stored: dict[str, tuple[str, int | None]] = {}
     for name, stem in {**TOP, **about.top}.items():
         stored |= {f"{stem.module}.{kind}": (f"{name}.{kind}", None) for kind in stem.names}
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    counts = (getattr(config, name, None) for name in EXPERTS)
     count = next((int(count) for count in counts if count), 0)
     for block in range(config.num_hidden_layers):
         for name, stem in about.stems.items():
