@@ -14,7 +14,7 @@ import qao
 import torch
 from qao.checkpoints import CheckpointError, open_checkpoint
 from qao.cli import main
-from qao.nn import QuantEmbedding
+from qao.nn import QuantEmbedding, QuantExperts
 from torch import Tensor, nn
 
 gguf: Any = pytest.importorskip("gguf")
@@ -52,8 +52,8 @@ DEEPSEEK = {
     **{"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2},
 }
 MLA = {
-    **{"num_key_value_heads": HEADS, "head_dim": 8, "kv_lora_rank": 32, "q_lora_rank": 48},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 16},
+    **{"num_key_value_heads": HEADS, "head_dim": 8, "kv_lora_rank": 32, "q_lora_rank": 64},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 32, "v_head_dim": 16},
 }
 MSCALE = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 LITE = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_hidden_layers": 27}
@@ -489,7 +489,7 @@ def write(
         if name == left_out:
             continue
         matrix = name.endswith("weight") and tensor.dim() > (2 if kind == "MXFP4" else 1)
-        matrix = matrix and "_inp" not in name and "conv1d" not in name and name not in floats
+        matrix = matrix and "_inp" not in name and "conv" not in name and name not in floats
         of = gguf.GGMLQuantizationType[(up if up and "up_exps" in name else kind) if matrix else "F32"]
         writer.add_tensor(name, gguf.quantize(tensor.float().contiguous().numpy(), of), raw_dtype=of)
     writer.write_header_to_file()
@@ -574,6 +574,28 @@ def test_blocks_of_scaled_embeddings(name: str, tmp_path: Path) -> None:
             embedding, expected = getattr(model.model, key), getattr(floats.model, key)
             assert isinstance(embedding, QuantEmbedding)
             assert torch.equal(embedding(torch.arange(VOCAB)), expected(torch.arange(VOCAB)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "name,layers",
+    {"granitemoeshared": 4, "gemma4_text experts": 4, "deepseek_v3": 3, "lfm2_moe": 3, "minimax_m2": 4}.items(),
+)
+def test_blocks_of_experts(name: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However transformers names them, experts keep the file's blocks or are quantized with a scheme."""
+    architecture, changes = MODELS[name]
+    changes |= {"shared_intermediate_size": 64} if name == "granitemoeshared" else {}
+    path = write(tmp_path / "model.gguf", float_model(name, changes), architecture, "Q8_0")
+    monkeypatch.setattr("qao.integrations.huggingface.from_pretrained.kept_gguf_types", lambda device_map: ("Q8_0",))
+    floats, model = qao.from_pretrained(path, dequantize=True), qao.from_pretrained(path, dtype=torch.float32)
+    made = qao.from_pretrained(path, scheme=qao.Int8WeightOnly(), dtype=torch.float32)
+    ids = torch.arange(24)[None]
+    with torch.inference_mode():
+        expected, logits, rounded = (one(ids).logits for one in (floats, model, made))
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert 0 < (rounded - expected).norm() <= 0.2 * expected.norm()
+    for one in (model, made):
+        assert sum(isinstance(module, QuantExperts) for module in one.modules()) == layers
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

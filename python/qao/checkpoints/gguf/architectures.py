@@ -20,13 +20,15 @@ class Made(NamedTuple):
     """A tensor of transformers that is made from tensors of a block, which are the row's own and ``sources``.
 
     ``function``: takes the sizes, and the file's tensors in float32. Without it, ``rows`` are the numbers of rows of
-    the file's tensors, one after the other, and blocks of quantized ones are kept.
+    the file's tensors, one after the other, and blocks of quantized ones are kept. ``stacked``: for experts, the rows
+    of each are those of the file's tensors, one after the other.
     """
 
     shape: str
     function: Callable[..., Tensor] | None = None
     sources: tuple[str, ...] = ()
     rows: Callable[[Sizes], Tensor] | None = None
+    stacked: bool = False
 
 
 class Stem(NamedTuple):
@@ -333,13 +335,14 @@ def _linear_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
 
 def _by_group(sizes: Sizes) -> Tensor:
     """Qwen3-Next has queries, keys, values and gates of a group of heads together."""
-    parts = torch.arange(sizes["qkvz"]).split([*[sizes["groups"] * sizes["key"]] * 2, *[sizes["values"]] * 2])
+    keys = sizes["groups"] * sizes["key"]
+    parts = torch.arange(sizes["qkvz"], device="cpu").split([keys, keys, sizes["values"], sizes["values"]])
     return torch.cat([part.view(sizes["groups"], -1) for part in parts], 1).flatten()
 
 
 def _value_heads(sizes: Sizes, size: int = 1) -> Tensor:
     """The file of Qwen3.5 has the first value heads of all groups first, then the second ones, …"""
-    rows = torch.arange(sizes["heads"] * size)
+    rows = torch.arange(sizes["heads"] * size, device="cpu")
     return rows.view(-1, sizes["groups"], size).transpose(0, 1).flatten()
 
 
@@ -349,7 +352,7 @@ def _values(sizes: Sizes) -> Tensor:
 
 def _values_after_keys(sizes: Sizes) -> Tensor:
     keys = sizes["qkv"] - sizes["values"]
-    return torch.cat((torch.arange(keys), keys + _values(sizes)))
+    return torch.cat((torch.arange(keys, device="cpu"), keys + _values(sizes)))
 
 
 def _columns(sizes: Sizes, weight: Tensor) -> Tensor:
@@ -479,14 +482,17 @@ def _gate_up(sizes: Sizes, gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat((gate, up), 1)
 
 
+_STACKED = Made("e 2x h", _gate_up, ("ffn_up_exps",), stacked=True)
 _GEMMA4_MOE = {
     "ffn_gate_inp": Stem("router.proj", "e h"),
     "ffn_gate_inp.scale": Stem("router", "h", ("scale",)),
     "ffn_down_exps.scale": Stem("router", "e", ("per_expert_scale",)),
-    "ffn_gate_up_exps": Stem("experts", "e 2x h", ("gate_up_proj",), Made("e 2x h", _same)),
-    "ffn_gate_exps": Stem("experts", "e x h", ("gate_up_proj",), Made("e 2x h", _gate_up, ("ffn_up_exps",))),
+    "ffn_gate_up_exps": Stem("experts", "e 2x h", ("gate_up_proj",), Made("e 2x h", _same, stacked=True)),
+    "ffn_gate_exps": Stem(
+        "experts", "e x h", ("gate_up_proj",), Made("e 2x h", _gate_up, ("ffn_up_exps",), stacked=True)
+    ),
     "ffn_up_exps": Stem("experts", "e x h", ()),
-    "ffn_down_exps": Stem("experts", "e h x", ("down_proj",), Made("e h x", _same)),
+    "ffn_down_exps": Stem("experts", "e h x", ("down_proj",), Made("e h x", _same, stacked=True)),
     "pre_ffw_norm_2": Stem("pre_feedforward_layernorm_2", "h"),
     "post_ffw_norm_1": Stem("post_feedforward_layernorm_1", "h"),
     "post_ffw_norm_2": Stem("post_feedforward_layernorm_2", "h"),
@@ -595,18 +601,16 @@ def _expert_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
 
 
 def _in_order(sizes: Sizes) -> Tensor:
-    return torch.arange(sizes["2s"])
+    return torch.arange(sizes["2s"], device="cpu")
 
 
 _GRANITE_MOE = {
     **_ATTENTION,
     "ffn_norm": _MLP["ffn_norm"],
-    "ffn_gate_inp": Stem("block_sparse_moe.router.layer", "e h"),
-    "ffn_gate_exps": Stem(
-        "block_sparse_moe.input_linear", "e x h", ("weight",), Made("e 2x h", _gate_up, ("ffn_up_exps",))
-    ),
-    "ffn_up_exps": Stem("block_sparse_moe.input_linear", "e x h", ()),
-    "ffn_down_exps": Stem("block_sparse_moe.output_linear", "e h x", ("weight",), Made("e h x", _same)),
+    "ffn_gate_inp": Stem("block_sparse_moe.router", "e h"),
+    "ffn_gate_exps": Stem("block_sparse_moe.experts", "e x h", ("gate_up_proj",), _STACKED),
+    "ffn_up_exps": Stem("block_sparse_moe.experts", "e x h", ()),
+    "ffn_down_exps": Stem("block_sparse_moe.experts", "e h x", ("down_proj",), Made("e h x", _same, stacked=True)),
 }
 GRANITE_MOE = Architecture(
     "granitemoe",

@@ -43,6 +43,7 @@ class Part(NamedTuple):
     fused: tuple[str, ...] = ()  # names in the file of all tensors of fused experts: gate and up, or down
     sources: tuple[str, ...] = ()  # names in the file of what it is made from
     made: Callable[..., Tensor] | None = None  # from sources in float32; None: of their rows
+    stacked: bool = False  # all experts, each with the rows of the sources
 
     @property
     def name(self) -> str:
@@ -191,7 +192,7 @@ class Model:
             elif len({self._file.tensors[one].type for one in sources}) > 1:
                 assert stem.made.rows is not None
                 made = partial(_joined, stem.made.rows(self.sizes(_block(name))))
-            yield Part(module, own_kind, name, sources=sources, made=made)
+            yield Part(module, own_kind, name, sources=sources, made=made, stacked=stem.made.stacked)
         elif "{}" not in module:
             yield Part(module, own_kind, name)
         else:

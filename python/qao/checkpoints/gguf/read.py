@@ -144,14 +144,14 @@ class GgufCheckpoint(Checkpoint):
         """Experts that keep their blocks, by the names of their tensors in the file."""
         made: dict[str, QuantizedLayer] = {}
         for part in self._model.parts:
-            if part.expert != 0 or not part.stored.endswith(".ffn_down_exps.weight"):
+            if not (part.expert == 0 or part.stacked) or not part.stored.endswith(".ffn_down_exps.weight"):
                 continue
-            names = (part.stored.replace("ffn_down", f"ffn_{one}") for one in ("gate", "up"))
+            names = (part.stored.replace("ffn_down", f"ffn_{one}") for one in ("gate", "up", "gate_up"))
             up = [self._file.tensors[name] for name in names if name in self._file.tensors]
             down = [self._file.tensors[part.stored]]
             kinds = [{info.type for info in infos} for infos in (up, down)]
             if all(len(kind) == 1 and kind <= GGUF_NUMBERS.keys() for kind in kinds):
-                experts = part.module.rpartition(".experts.")[0] + ".experts"
+                experts = part.module if part.stacked else part.module.rpartition(".experts.")[0] + ".experts"
                 for name, infos in (("up", up), ("down", down)):
                     made.update(dict.fromkeys((info.name for info in infos), self._stack(f"{experts}.{name}", infos)))
         return made
