@@ -7,6 +7,7 @@ words, and "llama" (sentencepiece), which joins the pair with the highest score.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,100 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 # Splits that transformers (5.24) takes for GPT-2's; llama.cpp also splits between all digits.
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_GPT2 = ("gpt-2", "phi-2", "olmo", "exaone4", "mpt", "trillion", "default")
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_NOT_HAN = r"&&[^\p{Han}]"
+_ONE_DIGIT = [rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_REST}"]
+_THREE_DIGITS = [rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"]
+_DEEPSEEK_V3 = [
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
+_DEEPSEEK_V2 = [
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\u10d0-\u10ff]]+",  # letters with a case, without Georgian ones
+    r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}",
+]
+_KIMI = [
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NOT_HAN}]*[{_LOWER}{_NOT_HAN}]+{_ENDINGS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NOT_HAN}]+[{_LOWER}{_NOT_HAN}]*{_ENDINGS}?|\p{{N}}{{1,3}}|{_REST}"
+]
+# Regular expressions, applied one after the other, of splits that transformers (5.24) does not know.
+_SPLITS = {
+    **dict.fromkeys(("chatglm-bpe", "glm4", "glm5"), _THREE_DIGITS),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), _ONE_DIGIT),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+    "deepseek-llm": _DEEPSEEK_V2,
+    "seed-coder": [rf"{_ENDINGS}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "kimi-k2": _KIMI,
+}
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a file as one of transformers."""
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+    """The tokenizer of a file as one of transformers.
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    Raises:
+        CheckpointError: transformers has no such tokenizer.
+    """
+    from tokenizers import Regex, pre_tokenizers
+
     metadata = open_gguf(path).metadata
+    tokenizer = _created(path)
     for name, own in _SPECIAL.items():  # transformers 5.17 gives the end of a text the token of its beginning
         token = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(token, int) and 0 <= token < len(tokenizer):
             setattr(tokenizer, f"{own}_token", tokenizer.convert_ids_to_tokens(token))
-    if metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+    split, steps = metadata.get("tokenizer.ggml.pre"), []
+    if split in _SINGLE_DIGITS:
         steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    elif split in _SPLITS:
+        steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _SPLITS[split]]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    elif metadata.get("tokenizer.ggml.model") == "gpt2" and split not in (None, *_GPT2, *_known_splits()):
+        warnings.warn(
+            f"{path}: its split of a text into words, {split!r}, is unknown, so that of GPT-2 is used. Some words may "
+            "become other tokens; the model's repository has the tokenizer itself",
+            stacklevel=2,
+        )
+    if steps:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return tokenizer
+
+
+def _created(path: Path) -> Any:
+    """transformers (5.24) looks for the architecture first, but does not need it."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except (ValueError, KeyError) as error:
+        try:
+            from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+        except ImportError:
+            raise CheckpointError(f"{path}: {error}. Its tokenizer needs transformers >= 5.24") from error
+    try:
+        architecture, content, options = get_gguf_tokenizer(str(path))
+        backend, _ = convert_gguf_tokenizer(architecture, content)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: transformers cannot read its tokenizer: {error}") from error
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+
+
+def _known_splits() -> tuple[str, ...]:
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        return ()
+    return tuple(GGUF_PRE_TOKENIZER_SPLITS)
 
 
 def tokenizer_metadata(model: Path, vocab_size: int) -> dict[str, Any]:
