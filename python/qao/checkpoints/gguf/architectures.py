@@ -229,12 +229,15 @@ def _mla(file: Metadata) -> dict[str, Any]:
         raise file.error("attention with a temperature is not supported")
     rope = file.number("rope.dimension_count")
     split = "_mla" if file.has_key("attention.key_length_mla") else ""  # the other keys are of the compressed heads
+    size = file.number(f"attention.key_length{split}")
+    if size <= rope:
+        raise file.error(f"heads of keys have {size} elements, of which {rope} are rotated")
     made = {
         "num_key_value_heads": file.number("attention.head_count"),
         "q_lora_rank": file.number("attention.q_lora_rank") if file.has_tensor("blk.0.attn_q_a.weight") else None,
         "kv_lora_rank": file.number("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": file.number(f"attention.key_length{split}") - rope,
+        "qk_nope_head_dim": size - rope,
         "v_head_dim": file.number(f"attention.value_length{split}"),
     }
     if file.has_key("rope.scaling.yarn_log_multiplier"):
@@ -306,7 +309,9 @@ def _without_sections(file: Metadata) -> dict[str, Any]:
 
 def _linear_attention(file: Metadata) -> dict[str, Any]:
     """Gated delta nets, with full attention in some blocks."""
-    v = file.number("ssm.time_step_rank")
+    v, groups, inner = (file.number(f"ssm.{name}") for name in ("time_step_rank", "group_count", "inner_size"))
+    if v % groups or inner % v:
+        raise file.error(f"{v} heads of values do not fit {groups} groups and {inner} values")
     if file.has_key("attention.recurrent_layers"):
         linear = file.per_block("attention.recurrent_layers")
     else:
@@ -316,9 +321,9 @@ def _linear_attention(file: Metadata) -> dict[str, Any]:
         "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
         "linear_conv_kernel_dim": file.number("ssm.conv_kernel"),
         "linear_key_head_dim": file.number("ssm.state_size"),
-        "linear_num_key_heads": file.number("ssm.group_count"),
+        "linear_num_key_heads": groups,
         "linear_num_value_heads": v,
-        "linear_value_head_dim": file.number("ssm.inner_size") // v,
+        "linear_value_head_dim": inner // v,
     }
 
 

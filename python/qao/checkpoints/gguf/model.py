@@ -84,6 +84,8 @@ class Model:
         self._arch = str(arch)
         self.architecture: Architecture = ARCHITECTURES[self._arch]
         self.blocks = self.number("block_count") - self.number("nextn_predict_layers", 0, least=0)
+        if self.blocks < 1:
+            raise self.error(f"all {self.number('block_count')} blocks predict further tokens")
         if self._arch in VARIANTS:
             self.architecture = VARIANTS[self._arch](self)
         self._stems = {name: self._stem(name) for name in file.tensors if not self._is_skipped(name)}
