@@ -41,6 +41,10 @@ ROUTED = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
 MOE = {**ROUTED, "moe_intermediate_size": 32}
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+MINISTRAL = {
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+}
 LOCAL = {
     "full_attention": {**YARN, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
@@ -93,6 +97,7 @@ LFM2 = {
 # Model type of transformers: architecture of llama.cpp, changes of config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", {"rope_scaling": YARN}),
+    "ministral3": ("mistral3", {"rope_scaling": MINISTRAL}),
     "mixtral": ("llama", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}),
     "qwen2_moe": ("qwen2moe", {**MOE, "shared_expert_intermediate_size": 48}),
     "qwen3_moe": ("qwen3moe", {**MOE, "norm_topk_prob": True}),
@@ -150,9 +155,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax-m2", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "rotary_dim": 8}),
     "dots1": ("dots1", {**DEEPSEEK, "norm_topk_prob": True, "sliding_window": None}),
 }
-NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
+NOT_WRITTEN = ("gpt-oss", "mistral3", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
 NOT_WRITTEN += ("ernie4_5-moe", "lfm2", "lfm2moe", "hunyuan-moe", "minimax-m2")
-PERMUTED = ("llama", "granite", "granitemoe", "smollm3", "olmo", "arcee")
+PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", "olmo", "arcee")
 # Keys of the metadata by names in config.json, as llama.cpp's conversion writes them.
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -232,6 +237,14 @@ def gemma4_keys(config: Any) -> dict[str, Any]:
     return keys
 
 
+def mistral3_keys(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    if config.model_type != "ministral3":  # Mistral Small 3
+        return {}
+    scale, temperature = rope["mscale_all_dim"], rope["llama_4_scaling_beta"]
+    return {"rope.scaling.yarn_log_multiplier": scale, "attention.temperature_scale": temperature}
+
+
 def llama4_keys(config: Any) -> dict[str, Any]:
     return {
         "feed_forward_length": config.intermediate_size_mlp,
@@ -270,6 +283,7 @@ COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek2": mla_keys,
     "gpt-oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
     "qwen3next": linear_keys,
+    "mistral3": mistral3_keys,
     "llama4": llama4_keys,
     "olmo": lambda config: {"attention.layer_norm_epsilon": 1e-5},
     "olmo2": window_keys,
@@ -656,6 +670,15 @@ def test_rows_of_two_tensors(tmp_path: Path) -> None:
     assert (layer.dequantize(torch.float32) - expected).abs().max() <= 0.01 * expected.abs().max()
     assert torch.equal(read.tensor(f"{names[1]}.weight"), floats.get_submodule(names[1]).weight)
     assert torch.equal(qao.from_pretrained(path, dtype=torch.float32).lm_head.weight, floats.lm_head.weight)
+
+
+def test_mistral_without_a_temperature(tmp_path: Path) -> None:
+    """llama.cpp's "mistral3" is two models of transformers."""
+    model: Any = float_model("llama", {})
+    read = qao.from_pretrained(write(tmp_path / "model.gguf", model, "mistral3"), dequantize=True)
+    ids = torch.arange(24)[None]
+    with torch.inference_mode():
+        assert type(read) is type(model) and torch.equal(read(ids).logits, model(ids).logits)
 
 
 def test_missing_halves(tmp_path: Path) -> None:

@@ -179,6 +179,24 @@ LLAMA = Architecture(
     permuted=True,
     present={**_BIASED, "mlp_bias": "ffn_up.bias"},
 )
+
+
+def _temperature(file: Metadata) -> dict[str, Any]:
+    """Ministral 3 scales queries by their position."""
+    scale = file.number("rope.scaling.yarn_log_multiplier", kind=float, least=0)
+    temperature = file.number("attention.temperature_scale", kind=float, least=0)
+    return {"rope_scaling": {"mscale": 1.0, "mscale_all_dim": scale, "llama_4_scaling_beta": temperature}}
+
+
+MINISTRAL3 = Architecture(  # "mistral3" with a temperature; without one, it is Mistral
+    "ministral3",
+    "Ministral3ForCausalLM",
+    _DENSE,
+    permuted=True,
+    present={},
+    configure=_temperature,
+    written=False,
+)
 MIXTRAL = Architecture(  # "llama" with experts
     "mixtral",
     "MixtralForCausalLM",
@@ -683,12 +701,14 @@ _ERNIE_BIAS = {"use_bias": "attn_q.bias"}
 # Rows for files of one architecture that are different models of transformers.
 VARIANTS: dict[str, Callable[[Metadata], Architecture]] = {
     "llama": lambda file: MIXTRAL if file.has_key("expert_count") else LLAMA,
+    "mistral3": lambda file: MINISTRAL3 if file.has_key("attention.temperature_scale") else LLAMA,
     "granitemoe": lambda file: GRANITE_MOE_SHARED if file.has_key(_SHARED_KEY) else GRANITE_MOE,
     "olmo2": lambda file: OLMO3 if file.has_key(_WINDOW.key) else OLMO2,
     "deepseek2": lambda file: DEEPSEEK_V3 if _is_sigmoid(file) else DEEPSEEK_V2,
 }
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": LLAMA,
+    "mistral3": MINISTRAL3,
     "deepseek2": DEEPSEEK_V3,
     "glm4moe": Architecture(
         "glm4_moe",
