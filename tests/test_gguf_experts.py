@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import qao
 import torch
+from qao.checkpoints import open_checkpoint
 from qao.nn import QuantExperts
 from qao.schemes import GgufWeightOnly
 
@@ -61,6 +62,19 @@ def test_experts_keep_their_blocks(name: str, tmp_path: Path, monkeypatch: pytes
     with pytest.warns(UserWarning, match="12 of Q8_0"):  # gate, up and down of four blocks
         elsewhere = qao.from_pretrained(path, dtype=torch.float32)
     assert not any(isinstance(one, QuantExperts) for one in elsewhere.modules())
+
+
+def test_open_checkpoint_stacks_experts(tmp_path: Path) -> None:
+    architecture, changes = MODELS["qwen3_moe"]
+    path = write(tmp_path / "model.gguf", float_model("qwen3_moe", changes), architecture, "Q8_0")
+    checkpoint: Any = open_checkpoint(path)
+    for name, n, k in (("up", 64, 64), ("down", 64, 32)):
+        layer = checkpoint.layers[f"model.layers.3.mlp.experts.{name}"]
+        assert (layer.experts, layer.out_features, layer.in_features) == (4, n, k)
+        assert (
+            checkpoint.stored(layer.name) == ("Q8_0", layer.pack()["qweight"].nbytes) == ("Q8_0", 4 * n * k * 34 // 32)
+        )
+    assert not any(".experts." in name for name in checkpoint.others)
 
 
 def test_experts_of_two_types_are_floats(tmp_path: Path) -> None:

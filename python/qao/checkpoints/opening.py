@@ -12,7 +12,7 @@ from . import autoround, awq, fp8, gptq, modelopt, native, torchao
 from .base import Checkpoint, CheckpointError
 from .compressed_tensors import read
 from .files import PICKLES, SafetensorsCheckpoint, TensorFiles, is_index, read_json
-from .gguf.read import GgufCheckpoint
+from .gguf.read import GgufCheckpoint, stacks_experts
 from .mxfp4 import Mxfp4Checkpoint
 from .settings import Settings
 
@@ -68,7 +68,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if path.suffix == ".gguf":
-        checkpoint: Checkpoint = GgufCheckpoint(path)
+        checkpoint: Checkpoint = GgufCheckpoint(path, stacked=stacks_experts())
         return checkpoint
     if path.is_file() and path.suffix != ".safetensors" and not is_index(path):
         why = "is a pickle, which can execute arbitrary code" if path.suffix in PICKLES else "is not a checkpoint"

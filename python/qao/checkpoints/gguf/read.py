@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -219,8 +220,10 @@ class GgufCheckpoint(Checkpoint):
     def stored(self, name: str) -> tuple[str, int]:
         """Type and bytes in the file of a layer's weight, or of one of ``others``."""
         part = self._others.get(name)
-        info = self._file.tensors[self.layers[name].keys[0] if part is None else part.stored]
-        return info.type, info.nbytes if part is None or part.expert is None else info.nbytes // info.shape[0]
+        keys = self.layers[name].keys if part is None else part.fused or part.sources or (part.stored,)
+        infos = [self._file.tensors[key] for key in keys]
+        count = 1 if part is None or part.expert is None else infos[0].shape[0]
+        return infos[0].type, sum(info.nbytes for info in infos) // count
 
     def _read_layer(self, part: Part, decode: Callable[[Tensor, str], Plain]) -> Plain:
         return decode(self._blocks(part), self._where(self._file.tensors[part.stored]))
@@ -239,6 +242,14 @@ class GgufCheckpoint(Checkpoint):
 
     def _where(self, info: TensorInfo) -> str:
         return f"{self._file.path}: tensor {info.name}"
+
+
+def stacks_experts() -> bool:
+    """Whether models hold all experts of a layer in one tensor, as those of transformers 5 do."""
+    try:
+        return int(version("transformers").partition(".")[0]) >= 5
+    except PackageNotFoundError:
+        return True
 
 
 def _check_known(info: TensorInfo, where: str) -> None:

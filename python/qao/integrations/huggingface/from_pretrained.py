@@ -19,16 +19,7 @@ from ...schemes import Fp4WeightOnly, Scheme
 from .config import QaoConfig
 from .lazy_state import LazyValue, lazy_state
 from .loading import Unfit
-from .model_class import (
-    CODE,
-    HUB,
-    concrete_class,
-    configuration,
-    dtype_of,
-    kept_gguf_types,
-    model_class,
-    stacks_experts,
-)
+from .model_class import CODE, HUB, concrete_class, configuration, dtype_of, kept_gguf_types, model_class
 
 _Schemes = Scheme | Mapping[str, Scheme | None]
 
@@ -296,7 +287,7 @@ def _from_checkpoint(
     request: _Request, local: Path, quantization: QaoConfig | None, dequantize: bool, options: dict[str, Any]
 ) -> Any:
     from ...checkpoints import open_checkpoint
-    from ...checkpoints.gguf.read import GgufCheckpoint
+    from ...checkpoints.gguf.read import GgufCheckpoint, stacks_experts
     from ...checkpoints.opening import open_to_quantize
 
     opened, standard = _weights(local, options)

@@ -144,13 +144,6 @@ def kept_gguf_types(device_map: Any) -> tuple[str, ...]:
     return tuple(GGUF_NUMBERS) if selected in _GGUF else ()
 
 
-def stacks_experts() -> bool:
-    """Whether models of this version of transformers hold all experts of a layer in one tensor."""
-    import transformers
-
-    return int(transformers.__version__.partition(".")[0]) >= 5
-
-
 def _is_on_cpu(device_map: Any) -> bool:
     if device_map is None:
         return torch.get_default_device().type == "cpu"
