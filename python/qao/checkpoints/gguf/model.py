@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..base import CheckpointError
-from .architectures import ARCHITECTURES, TOP, VARIANTS, Architecture, Stem
+from .architectures import ARCHITECTURES, TOP, VARIANTS
 from .file import Array, GgufFile, TensorInfo
+from .rows import Architecture, Stem
 
 _REMEDY = "Open the model's own file; merge adapters (LoRA) into the float model first"
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model

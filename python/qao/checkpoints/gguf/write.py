@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..base import Checkpoint, CheckpointError
-from .architectures import ROWS, TOP, Architecture
+from .architectures import ROWS, TOP
 from .encode import encoded, type_of
 from .file import TYPES, TensorInfo
 from .model import EXPERTS, LONG_FACTORS, ROPE_FACTORS, Model, llama3_factors
+from .rows import Architecture
 
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # llama.cpp's enum llama_ftype
