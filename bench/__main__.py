@@ -102,7 +102,9 @@ def make_parser() -> argparse.ArgumentParser:
     turned = commands.add_parser("rotation", help="what a Hadamard rotation of activations would give a language model")
     _add_common(turned)
     rotation.add_arguments(turned)
-    four = commands.add_parser("four_bits", help="quality of four bits by qao and by other packages; needs these")
+    four = commands.add_parser(
+        "four_bits", help="quality of four bits by qao, by other packages and by llama.cpp, where installed"
+    )
     four.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/cpu")
     four_bits.add_arguments(four)
     four.set_defaults(device="cpu")

@@ -13,7 +13,6 @@ import gc
 import hashlib
 import importlib.util
 import json
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,12 @@ import qao
 import torch
 from qao.cli import eval as cli
 from qao.cli.model import load_model, load_tokenizer
-from qao.diagnostics.perplexity import divergence, log_probabilities, mean_and_error, windows
+from qao.diagnostics.perplexity import windows
 from torch import Tensor, nn
 
 from . import four_bits
 from .calibrate import off_grid
+from .divergence import Reference, compared
 from .language import demo_model
 from .markdown import caption, table
 from .meta import describe
@@ -35,7 +35,6 @@ from .result_files import read, write
 
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "piqa")
 REFERENCE = "bf16"
-_KEPT_BYTES = 2 << 30
 WIKITEXT = "wikitext-2"
 _OF_TRANSFORMERS = ("bitsandbytes", "hqq")  # checkpoints that qao does not read
 SCHEMES: dict[str, qao.Scheme] = {
@@ -108,46 +107,6 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         write({"meta": meta, "rows": [rows[one] for one in dict.fromkeys(order)]}, path)
         del contender
         gc.collect()  # free memory for the next model
-
-
-class Reference:
-    """Log-probabilities of the reference. Those of the first windows stay in memory."""
-
-    def __init__(self, model: nn.Module, pieces: list[Tensor]) -> None:
-        self.model, self.pieces = model, pieces
-        self._kept: list[Tensor] = []
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index, piece in enumerate(self.pieces):
-            if index < len(self._kept):
-                yield piece, self._kept[index]
-                continue
-            found = log_probabilities(self.model, piece)
-            if index == len(self._kept) and (index + 1) * found.nbytes <= _KEPT_BYTES:
-                self._kept.append(found)
-            yield piece, found
-
-
-@torch.no_grad()
-def compared(model: nn.Module, reference: Reference) -> dict[str, float]:
-    """Perplexity, and differences from the reference with their standard errors over windows."""
-    nats, rises, divergences, same = [], [], [], 0
-    for piece, exact in reference:
-        found = exact if model is reference.model else log_probabilities(model, piece)
-        distance, rise = divergence(found, exact, piece)
-        nats.append(-found.gather(1, piece[1:, None]).sum(dtype=torch.float64).item())
-        divergences.append(distance)
-        rises.append(rise)
-        same += int((found.argmax(-1) == exact.argmax(-1)).sum())
-    counts = [len(piece) - 1 for piece in reference.pieces]
-    above, above_error = mean_and_error(rises, counts)
-    distance, distance_error = mean_and_error(divergences, counts)
-    return {
-        "perplexity": math.exp(math.fsum(nats) / sum(counts)),
-        **{"nats_above": above, "nats_error": above_error},
-        **{"divergence": distance, "divergence_error": distance_error},
-        "same_top": same / sum(counts),
-    }
 
 
 def tasks(model: Any, tokenizer: Any, names: tuple[str, ...], limit: int | None) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""4-bit weights by qao and other packages on the same models and text: bits, nats, neighbors, seconds.
+"""Weights of about four bits by qao and other packages: bits, divergence, nats, neighbors, seconds.
 
-Every method rounds the same layers, and the stored weights are evaluated in float32. SmolLM2 is taken "off its grid"
-(see calibrate.py): groups of 32 with a zero point would reproduce its file exactly.
+Every method rounds the same layers of the same models, and the stored weights are evaluated in float32 on the same
+text. SmolLM2 is taken "off its grid" (see calibrate.py): groups of 32 with a zero point would reproduce its file
+exactly. Methods of packages that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -19,12 +21,14 @@ import qao
 import torch
 from qao.calibration import calibrating
 from qao.calibration.stream import evaluating, samples_of
-from qao.diagnostics.perplexity import compare, perplexity
+from qao.diagnostics.perplexity import windows
 from qao.nn.linear import linear_weight
 from qao.quantization import quantize
 from torch import Tensor, nn
 
+from . import ggml
 from .calibrate import off_grid, samples
+from .divergence import Reference, compared
 from .language import HEAD, WINDOW, load_text
 from .markdown import caption, table
 from .meta import describe
@@ -34,6 +38,7 @@ from .weights_only import SENTENCES, nearest, vectors
 
 WINDOWS = 6
 HALF = torch.float16
+_WITH_MATRIX = ("Q4_0", "Q4_1", "IQ4_XS", "Q4_K", "Q6_K", *ggml.MIXES)  # an importance matrix leaves Q8_0 as it is
 Rounding = Callable[[Tensor], tuple[Tensor, float]]  # weight [N, K] to the stored values and bits
 Calibrating = Callable[[nn.Module, list[Tensor], Any], float]  # quantizes a model in place; returns bits per weight
 
@@ -113,19 +118,25 @@ def _int4(size: int, **options: Any) -> qao.Scheme:
     return qao.Int4WeightOnly(group_size=size, scale_dtype=HALF, **options)
 
 
-# A scheme or the rounding of another package; or a calibration method and its number of texts.
+# A scheme or the rounding of another package; or what quantizes a language model, and its number of texts.
 METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]] = {
+    "qao int4 g128, symmetric": _int4(128, symmetric=True),
+    "qao int4 g64, symmetric": _int4(64, symmetric=True),
     "qao int4 g64": _int4(64),
     "torchao int4 g64, to nearest": torchao(64),
     "HQQ int4 g64": hqq(64),
     "bitsandbytes nf4, blocks of 64": bitsandbytes,
-    "llama.cpp Q4_0": gguf("Q4_0"),
     "qao int4 g32, symmetric": _int4(32, symmetric=True),
     "qao int4 g128": _int4(128),
     "qao int4 g32": _int4(32),
     "torchao int4 g32, to nearest": torchao(32),
     "HQQ int4 g32": hqq(32),
-    "llama.cpp Q4_1": gguf("Q4_1"),
+    "qao int8": qao.Int8WeightOnly(),
+    **{f"llama.cpp {name}": gguf(name) for name in ("Q4_0", "Q4_1", "Q8_0")},  # the same numbers as ggml's
+    **{f"llama.cpp {name}": ggml.rounding(name) for name in ("IQ4_XS", "Q4_K", "Q6_K")},
+    **{f"llama.cpp {name}": (ggml.quantizing(name), 0) for name in ggml.MIXES},
+    **{f"llama.cpp {name}, types of its file": (ggml.quantizing(name, whole_rows=True), 0) for name in ggml.MIXES},
+    **{f"llama.cpp {name}, importance matrix": (ggml.quantizing(name), 16) for name in _WITH_MATRIX},
     "qao int4 g128, calibrated": (_int4(128), 16),
     "qao int4 g64, calibrated": (_int4(64), 16),
     "qao int4 g32, calibrated": (_int4(32), 16),
@@ -149,7 +160,8 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     ids = ids[: WINDOWS * WINDOW + 1]
     language = qao.dequantize_(qao.from_pretrained(gguf_file, dtype=torch.float32))
     off_grid(language)
-    exact = perplexity(language, ids, window=WINDOW)
+    reference = Reference(language, windows(language, ids, WINDOW))
+    exact = math.log(compared(language, reference)["perplexity"])
     embedding, encoder, batches = load_embedding("cpu", SENTENCES)
     truth = vectors(embedding, encoder, batches)
     kept = read_rows(path) if arguments.only else []
@@ -157,12 +169,16 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     for name in arguments.only or METHODS:
         method = METHODS[name]
         data = samples(tokenizer, _texts(method)) if _texts(method) else []
-        model, seconds, bits = _applied(method, language, {HEAD: None}, data)
-        cost = compare(perplexity(model, ids, window=WINDOW), exact)
+        try:
+            model, seconds, bits = _applied(method, language, {HEAD: None}, data)
+        except ImportError as missing:
+            print(f"{name} is left out: {missing}", flush=True)
+            continue
+        cost = compared(model, reference)
         row: dict[str, Any] = {"method": name, "bits": bits, "seconds": seconds, "samples": _texts(method)}
-        row |= {"nats_above": cost.nats_per_token / exact.nats_per_token}
-        row |= {"standard_error": cost.standard_error / exact.nats_per_token}
-        if not _texts(method):
+        row |= {key: cost[key] for key in ("perplexity", "divergence", "divergence_error")}
+        row |= {"nats_above": cost["nats_above"] / exact, "standard_error": cost["nats_error"] / exact}
+        if not isinstance(method, tuple):
             small = _applied(method, encoder, {}, [])[0]
             found = vectors(embedding, small, batches)
             row["neighbors_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
@@ -170,7 +186,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         rows[name] = row
         print(json.dumps(row), flush=True)
         meta = describe("cpu") | {"windows": WINDOWS, "window": WINDOW, "sentences": SENTENCES}
-        meta["nats_per_token"] = exact.nats_per_token
+        meta["nats_per_token"] = exact
         write({"meta": meta, "rows": [rows[one] for one in METHODS if one in rows]}, path)
 
 
@@ -192,7 +208,7 @@ def _applied(
     model = copy.deepcopy(model)
     begun = time.process_time()
     scheme = method[0] if isinstance(method, tuple) else method
-    if data and callable(scheme):
+    if isinstance(method, tuple) and callable(scheme):
         bits = scheme(model, data, {**left, "re:.*": _int4(-1)})  # any scheme that takes all layers
         return model, time.process_time() - begun, bits
     if not callable(scheme):
@@ -222,20 +238,22 @@ def apply(rounding: Rounding, model: nn.Module, left: Collection[str]) -> tuple[
 def render(results: dict[str, Any]) -> str:
     """Markdown of one results file, sorted by bits."""
     meta, rows = results["meta"], results["rows"]
-    windows = (
-        f"{meta['windows']} windows of {meta['window']} tokens, {meta['nats_per_token']:.3f} nats a token in float32"
-    )
+    nats = f"{meta['nats_per_token']:.3f} nats a token in float32 (perplexity {math.exp(meta['nats_per_token']):.2f})"
+    text = f"{meta['windows']} windows of {meta['window']} tokens, {nats}; {meta['sentences']} sentences"
     peers = ", ".join(f"{name} {version}" for name, version in sorted(meta["peers"].items()))
     lines = [
         [
             row["method"],
             f"{row['bits']:.2f}",
+            f"{row['divergence']:.4f} ± {row['divergence_error']:.4f}",
+            f"{row['perplexity']:.2f}",
             f"{row['nats_above']:+.2%} ± {row['standard_error']:.2%}",
             f"{row['neighbors_kept']:.1%}" if "neighbors_kept" in row else "",
             f"{row['cosine_mean']:.4f}" if "cosine_mean" in row else "",
             f"{row['seconds']:.0f}",
         ]
-        for row in sorted(rows, key=lambda row: (round(row["bits"], 2), row["nats_above"]))
+        for row in sorted(rows, key=lambda row: (round(row["bits"], 2), row["divergence"]))
     ]
-    header = ["method", "bits a weight", "nats above fp32", "neighbors kept", "cosine: mean", "processor seconds"]
-    return f"{caption(meta)}; {windows}; {meta['sentences']} sentences; {peers}.\n\n{table(header, lines)}"
+    header = ["method", "bits a weight", "KL divergence, nats", "perplexity", "nats above fp32"]
+    header += ["neighbors kept", "cosine: mean", "processor seconds"]
+    return f"{caption(meta)}; {text}; {peers}.\n\n{table(header, lines)}"

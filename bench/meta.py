@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _SOURCE_FOLDERS = ("csrc", "cuda", "python")
 _LIMITS_OF_PEERS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-_PEERS = ("humming-kernels", "gemlite", "torchao", "triton", "bitsandbytes", "hqq", "gguf", "llmcompressor")
+_PEERS = ("humming-kernels", "gemlite", "torchao", "triton", "bitsandbytes", "hqq")
+_PEERS += ("gguf", "llama-cpp-python", "llmcompressor")
 # Strings and character constants, which may contain comment markers, and comments.
 _CPP = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|(//[^\n]*|/\*.*?\*/)', re.DOTALL)
 _SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}

@@ -24,6 +24,7 @@ from bench import (
     experts_contenders,
     four_bits,
     generate,
+    ggml,
     gguf,
     kernel_pages,
     kernels,
@@ -610,25 +611,64 @@ def test_methods_of_four_bits_are_applied_alike() -> None:
     assert [type(layer).__name__ for layer in quantized] == ["QuantLinear", "QuantLinear", "Linear"]
     assert bits == 4 + 2 * 16 / 32
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    whole = (lambda copy, data, rules: float(len(data) + len(rules)), 0)
+    assert four_bits._applied(whole, model, {"2": None}, [])[2] == 2
+
+
+def test_mixes_of_ggml() -> None:
+    """Types that llama.cpp gives the layers of 30 blocks, and the mean bits of Llama's layers in Q4_K_M."""
+    kinds = ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"]
+    fine = [
+        f"{index}.{kind}"
+        for index in range(30)
+        for kind in kinds
+        if ggml.type_of(f"model.layers.{index}.{kind}", "Q4_K_M", 30) == "Q6_K"
+    ]
+    blocks = [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]
+    assert fine == [f"{index}.{kind}" for index in blocks for kind in ("self_attn.v_proj", "mlp.down_proj")]
+    assert ggml.type_of("model.layers.7.mlp.down_proj", "Q5_K_M", 30) == "Q5_K"
+
+
+def test_importance_matrix() -> None:
+    """Mean squares of the inputs over all tokens; the model has no hooks afterwards."""
+    layer = torch.nn.Linear(3, 2, bias=False)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3), layer)
+    data = [torch.tensor([[0, 1]]), torch.tensor([[2, 2, 4]])]
+    found = ggml.mean_squares(model, {"1": layer}, data)
+    expected = model[0](torch.tensor([0, 1, 2, 2, 4])).square().mean(0)
+    assert torch.allclose(found["1"], expected) and not layer._forward_pre_hooks
+
+
+def test_weights_by_ggml() -> None:
+    """As gguf quantizes them; blocks of 256 in rows of 96; importance reduces the error that it weighs."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    weight = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))
+    for name in ("Q4_0", "Q4_1", "Q8_0"):
+        (values, bits), (others, same) = ggml.quantized(weight, name), four_bits.gguf(name)(weight)
+        assert torch.equal(values, others) and bits == same
+    importance = torch.linspace(0, 1, 96).pow(4)
+    for name, size in (("Q4_K", 4.5), ("Q6_K", 6.5625), ("IQ4_XS", 4.25)):
+        (plain, bits), (better, _) = ggml.quantized(weight, name), ggml.quantized(weight, name, importance)
+        assert bits == size * weight.numel()
+        losses = [((values - weight).square() * importance).sum() for values in (plain, better)]
+        assert losses[1] < losses[0] < 0.01 * (weight.square() * importance).sum()
 
 
 def test_four_bits_in_the_documents() -> None:
     meta = {"device": "cpu", "torch": "2", "date": "2026-01-01", "source_hash": "0" * 64, "peers": {"hqq": "1"}}
     meta |= {"windows": 6, "window": 512, "sentences": 320, "nats_per_token": 2.6}
-    row = {"seconds": 3.4, "samples": 0, "standard_error": 0.004, "neighbors_kept": 0.85, "cosine_mean": 0.97}
-    rows = [
-        row | {"method": "more", "bits": 5.0, "nats_above": 0.01},
-        row | {"method": "less", "bits": 4.5, "nats_above": 0.09},
-    ]
-    rows.append(
-        {"method": "data", "bits": 4.5, "nats_above": 0.02, "standard_error": 0.001, "seconds": 90.0, "samples": 16}
-    )
+    row = {"seconds": 90.0, "samples": 16, "standard_error": 0.001, "divergence_error": 0.002, "perplexity": 14.0}
+    rows = [row | {"method": "data", "bits": 4.5, "nats_above": 0.02, "divergence": 0.05}]
+    row |= {"seconds": 3.4, "samples": 0, "standard_error": 0.004, "neighbors_kept": 0.85, "cosine_mean": 0.97}
+    rows.append(row | {"method": "more", "bits": 5.0, "nats_above": 0.01, "divergence": 0.03})
+    rows.append(row | {"method": "less", "bits": 4.5, "nats_above": 0.01, "divergence": 0.09})
     lines = four_bits.render({"meta": meta, "rows": rows}).splitlines()
-    assert "2.600 nats a token in float32; 320 sentences; hqq 1." in lines[0]
+    assert "2.600 nats a token in float32 (perplexity 13.46); 320 sentences; hqq 1." in lines[0]
     assert lines[4:] == [
-        "| data | 4.50 | +2.00% ± 0.10% |  |  | 90 |",
-        "| less | 4.50 | +9.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
-        "| more | 5.00 | +1.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
+        "| data | 4.50 | 0.0500 ± 0.0020 | 14.00 | +2.00% ± 0.10% |  |  | 90 |",
+        "| less | 4.50 | 0.0900 ± 0.0020 | 14.00 | +1.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
+        "| more | 5.00 | 0.0300 ± 0.0020 | 14.00 | +1.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
     ]
 
 

@@ -13,7 +13,7 @@ import torch
 from qao.cli.eval import tokens_of
 from qao.diagnostics.perplexity import perplexity
 
-from bench import accuracy, reports, result_files
+from bench import accuracy, divergence, reports, result_files
 from bench.__main__ import main
 
 pytest.importorskip("transformers")
@@ -47,7 +47,7 @@ def test_methods_and_checkpoints(monkeypatch: pytest.MonkeyPatch, llama: Path) -
     expected = perplexity(model, tokens, window=16).perplexity
     qao.quantize_(model, {"lm_head": None, "re:.*": qao.Int4WeightOnly(32)}, progress=False)
     model.save_pretrained(llama.parent / "int4")
-    monkeypatch.setattr(accuracy, "_KEPT_BYTES", 2 * 16 * 256 * 4)  # half of the windows
+    monkeypatch.setattr(divergence, "_KEPT_BYTES", 2 * 16 * 256 * 4)  # half of the windows
     results = run(monkeypatch, llama, "--methods", "--checkpoint", f"mine={llama.parent / 'int4'}")
     rows = {row["method"]: row for row in results["rows"]}
     assert list(rows) == ["bf16", "qao int8", "qao int4 g32", "mine"]
