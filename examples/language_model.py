@@ -107,7 +107,8 @@ def show_compiled(path: Path) -> None:
         rows = gguf.measure(path, torch.get_num_threads(), steps=64, prompt=256)
     cells = {row["name"]: [f"{row['decode']:.0f}", f"{row['prefill']:.0f}"] for row in rows}
     if len(cells) == 1:
-        cells["llama.cpp"] = ["pip install llama-cpp-python", ""]
+        installed = importlib.util.find_spec("llama_cpp") is not None
+        cells["llama.cpp"] = ["fails here" if installed else "pip install llama-cpp-python", ""]
     print_table(["tokens/s", "decoding, compiled", "prompt of 256"], [[name, *row] for name, row in cells.items()])
 
 

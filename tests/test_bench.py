@@ -294,6 +294,16 @@ def test_gguf_files_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "\n| `Q8_0` | " in text and "1 threads" in text
 
 
+def test_a_crash_of_llama_cpp_leaves_it_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gguf, "_TRIAL", "import os; os.abort()")
+    assert not gguf.llama_cpp_runs(Path("model.gguf"))
+    assert "llama.cpp is left out: it ends with -6 on model.gguf" in capsys.readouterr().out
+    monkeypatch.setattr(gguf, "_TRIAL", "import sys; assert sys.argv[1:] == ['model.gguf']")
+    assert gguf.llama_cpp_runs(Path("model.gguf")) and not capsys.readouterr().out
+
+
 def test_two_runs_of_decoders_become_one(decoders: dict) -> None:
     meta, rows = decoders["meta"], decoders["rows"]
     again = [rows[1] | {"eager_tokens_s": 1.0}, rows[2]]
