@@ -120,6 +120,35 @@ def off_grid(model: Any, spread: float = 0.1) -> None:
             mlp.down_proj.weight.div_(size)
 
 
+@torch.no_grad()
+def permuted(model: Any) -> None:
+    """Give a Llama's channels another order: the same function, and groups of weights that were not groups before."""
+    random, core = torch.Generator().manual_seed(0), model.model
+    width = core.layers[0].self_attn.head_dim
+
+    def reorder(tensor: torch.Tensor, order: torch.Tensor, dim: int) -> None:
+        tensor.copy_(tensor.index_select(dim, order.to(tensor.device)))
+
+    hidden = torch.randperm(model.config.hidden_size, generator=random)
+    tied = model.lm_head.weight is core.embed_tokens.weight
+    for one in (core.embed_tokens,) if tied else (core.embed_tokens, model.lm_head):
+        reorder(one.weight, hidden, 1)
+    reorder(core.norm.weight, hidden, 0)
+    for block in core.layers:
+        attention, mlp = block.self_attn, block.mlp
+        for reader in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            reorder(reader.weight, hidden, 1)
+        for one in (attention.o_proj, mlp.down_proj, block.input_layernorm, block.post_attention_layernorm):
+            reorder(one.weight, hidden, 0)
+        inner = torch.randperm(mlp.up_proj.out_features, generator=random)
+        for linear, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+            reorder(linear.weight, inner, dim)
+        head = torch.randperm(width, generator=random)
+        for linear, dim in ((attention.v_proj, 0), (attention.o_proj, 1)):
+            begins = torch.arange(0, linear.weight.shape[dim], width)
+            reorder(linear.weight, (begins[:, None] + head).flatten(), dim)
+
+
 def samples(tokenizer: Any, count: int) -> list[torch.Tensor]:
     """Windows int64 [1, WINDOW], spread evenly over the standard library's docstrings longer than a line."""
     texts = []

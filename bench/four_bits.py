@@ -2,7 +2,8 @@
 
 Every method rounds the same layers of the same models, and the stored weights are evaluated in float32 on the same
 text. SmolLM2 is taken "off its grid" (see calibrate.py): groups of 32 with a zero point would reproduce its file
-exactly. Methods of packages that are not installed are left out.
+exactly. Its groups remain near that grid, so methods without data also round it with its channels in another order,
+where no group was one in the file. Methods of packages that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from qao.quantization import quantize
 from torch import Tensor, nn
 
 from . import ggml
-from .calibrate import off_grid, samples
+from .calibrate import off_grid, permuted, samples
 from .divergence import Reference, compared
 from .language import HEAD, WINDOW, load_text
 from .markdown import caption, table
@@ -148,6 +149,7 @@ METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]]
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--only", choices=list(METHODS), action="append", help="these, added to those in the file")
+    command.add_argument("--permuted", action="store_true", help="only the divergence with permuted channels")
     command.add_argument("--add", type=Path, metavar="FILE", help="measure nothing: join the results of another run")
 
 
@@ -160,29 +162,38 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     ids = ids[: WINDOWS * WINDOW + 1]
     language = qao.dequantize_(qao.from_pretrained(gguf_file, dtype=torch.float32))
     off_grid(language)
-    reference = Reference(language, windows(language, ids, WINDOW))
+    pieces = windows(language, ids, WINDOW)
+    reference = Reference(language, pieces)
     exact = math.log(compared(language, reference)["perplexity"])
+    other = copy.deepcopy(language)
+    permuted(other)
+    reference_of_other = Reference(other, pieces)
     embedding, encoder, batches = load_embedding("cpu", SENTENCES)
     truth = vectors(embedding, encoder, batches)
     kept = read_rows(path) if arguments.only else []
     rows = {row["method"]: row for row in kept if row["method"] in METHODS}
     for name in arguments.only or METHODS:
-        method = METHODS[name]
-        data = samples(tokenizer, _texts(method)) if _texts(method) else []
+        method, texts = METHODS[name], _texts(METHODS[name])
+        row: dict[str, Any] = {"method": name, "samples": texts}
         try:
-            model, seconds, bits = _applied(method, language, {HEAD: None}, data)
+            if not arguments.permuted:
+                data = samples(tokenizer, texts) if texts else []
+                model, seconds, bits = _applied(method, language, {HEAD: None}, data)
+                cost = compared(model, reference)
+                row |= {"bits": bits, "seconds": seconds}
+                row |= {key: cost[key] for key in ("perplexity", "divergence", "divergence_error")}
+                row |= {"nats_above": cost["nats_above"] / exact, "standard_error": cost["nats_error"] / exact}
+            if not arguments.permuted and not isinstance(method, tuple):
+                small = _applied(method, encoder, {}, [])[0]
+                found = vectors(embedding, small, batches)
+                row["neighbors_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
+                row["cosine_mean"] = (found * truth).sum(-1).mean().item()
+            if not texts:
+                cost = compared(_applied(method, other, {HEAD: None}, [])[0], reference_of_other)
+                row |= {"permuted": cost["divergence"], "permuted_error": cost["divergence_error"]}
         except ImportError as missing:
             print(f"{name} is left out: {missing}", flush=True)
             continue
-        cost = compared(model, reference)
-        row: dict[str, Any] = {"method": name, "bits": bits, "seconds": seconds, "samples": _texts(method)}
-        row |= {key: cost[key] for key in ("perplexity", "divergence", "divergence_error")}
-        row |= {"nats_above": cost["nats_above"] / exact, "standard_error": cost["nats_error"] / exact}
-        if not isinstance(method, tuple):
-            small = _applied(method, encoder, {}, [])[0]
-            found = vectors(embedding, small, batches)
-            row["neighbors_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
-            row["cosine_mean"] = (found * truth).sum(-1).mean().item()
         rows[name] = row
         print(json.dumps(row), flush=True)
         meta = describe("cpu") | {"windows": WINDOWS, "window": WINDOW, "sentences": SENTENCES}
@@ -191,9 +202,14 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
 
 
 def joined(before: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Rows of both, from the other where both have one, in the order of METHODS. Both share a reference."""
+    """Rows of both, with the numbers of the other where both have one, in the order of METHODS.
+
+    Both share a reference.
+    """
     assert abs(before["meta"]["nats_per_token"] - other["meta"]["nats_per_token"]) < 1e-4
-    rows = {row["method"]: row for row in (*before["rows"], *other["rows"])}
+    rows: dict[str, dict[str, Any]] = {}
+    for row in (*before["rows"], *other["rows"]):
+        rows[row["method"]] = rows.get(row["method"], {}) | row
     return {"meta": other["meta"], "rows": [rows[name] for name in METHODS if name in rows]}
 
 
@@ -246,6 +262,7 @@ def render(results: dict[str, Any]) -> str:
             row["method"],
             f"{row['bits']:.2f}",
             f"{row['divergence']:.4f} ± {row['divergence_error']:.4f}",
+            f"{row['permuted']:.4f} ± {row['permuted_error']:.4f}" if "permuted" in row else "",
             f"{row['perplexity']:.2f}",
             f"{row['nats_above']:+.2%} ± {row['standard_error']:.2%}",
             f"{row['neighbors_kept']:.1%}" if "neighbors_kept" in row else "",
@@ -254,6 +271,6 @@ def render(results: dict[str, Any]) -> str:
         ]
         for row in sorted(rows, key=lambda row: (round(row["bits"], 2), row["divergence"]))
     ]
-    header = ["method", "bits a weight", "KL divergence, nats", "perplexity", "nats above fp32"]
+    header = ["method", "bits a weight", "KL divergence, nats", "channels permuted", "perplexity", "nats above fp32"]
     header += ["neighbors kept", "cosine: mean", "processor seconds"]
     return f"{caption(meta)}; {text}; {peers}.\n\n{table(header, lines)}"

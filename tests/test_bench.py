@@ -607,6 +607,14 @@ def test_another_model_off_its_grid_computes_the_same() -> None:
         assert torch.allclose(model(ids).logits, expected, rtol=1e-6, atol=1e-9)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == ("layers" not in name), name
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    calibrate.permuted(model)
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, expected, rtol=1e-4, atol=1e-6)  # norms are computed in float32
+    for name, value in model.state_dict().items():
+        if value.dim() == 2:
+            assert not torch.equal(value, before[name]), name
+            assert torch.equal(value.flatten().sort()[0], before[name].flatten().sort()[0]), name
 
 
 def test_methods_of_four_bits_are_applied_alike() -> None:
@@ -670,23 +678,27 @@ def test_four_bits_in_the_documents() -> None:
     meta |= {"windows": 6, "window": 512, "sentences": 320, "nats_per_token": 2.6}
     row = {"seconds": 90.0, "samples": 16, "standard_error": 0.001, "divergence_error": 0.002, "perplexity": 14.0}
     rows = [row | {"method": "data", "bits": 4.5, "nats_above": 0.02, "divergence": 0.05}]
+    row |= {"permuted": 0.12, "permuted_error": 0.003}
     row |= {"seconds": 3.4, "samples": 0, "standard_error": 0.004, "neighbors_kept": 0.85, "cosine_mean": 0.97}
     rows.append(row | {"method": "more", "bits": 5.0, "nats_above": 0.01, "divergence": 0.03})
     rows.append(row | {"method": "less", "bits": 4.5, "nats_above": 0.01, "divergence": 0.09})
     lines = four_bits.render({"meta": meta, "rows": rows}).splitlines()
     assert "2.600 nats a token in float32 (perplexity 13.46); 320 sentences; hqq 1." in lines[0]
     assert lines[4:] == [
-        "| data | 4.50 | 0.0500 ± 0.0020 | 14.00 | +2.00% ± 0.10% |  |  | 90 |",
-        "| less | 4.50 | 0.0900 ± 0.0020 | 14.00 | +1.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
-        "| more | 5.00 | 0.0300 ± 0.0020 | 14.00 | +1.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
+        "| data | 4.50 | 0.0500 ± 0.0020 |  | 14.00 | +2.00% ± 0.10% |  |  | 90 |",
+        "| less | 4.50 | 0.0900 ± 0.0020 | 0.1200 ± 0.0030 | 14.00 | +1.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
+        "| more | 5.00 | 0.0300 ± 0.0020 | 0.1200 ± 0.0030 | 14.00 | +1.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
     ]
 
 
 def test_two_runs_of_four_bits_become_one() -> None:
     first, second, third = list(four_bits.METHODS)[:3]
     before = {"meta": {"nats_per_token": 2.8}, "rows": [{"method": second, "bits": 1}, {"method": third, "bits": 1}]}
-    other = {"meta": {"nats_per_token": 2.80001}, "rows": [{"method": third, "bits": 2}, {"method": first, "bits": 2}]}
-    rows = [{"method": first, "bits": 2}, {"method": second, "bits": 1}, {"method": third, "bits": 2}]
+    other = {
+        "meta": {"nats_per_token": 2.80001},
+        "rows": [{"method": third, "permuted": 2}, {"method": first, "bits": 2}],
+    }
+    rows = [{"method": first, "bits": 2}, {"method": second, "bits": 1}, {"method": third, "bits": 1, "permuted": 2}]
     assert four_bits.joined(before, other) == {"meta": other["meta"], "rows": rows}
     other["meta"]["nats_per_token"] = 2.9
     with pytest.raises(AssertionError):
