@@ -174,6 +174,8 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     rows = {row["method"]: row for row in kept if row["method"] in METHODS}
     for name in arguments.only or METHODS:
         method, texts = METHODS[name], _texts(METHODS[name])
+        if arguments.permuted and texts:
+            continue
         row: dict[str, Any] = {"method": name, "samples": texts}
         try:
             if not arguments.permuted:
@@ -198,6 +200,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         print(json.dumps(row), flush=True)
         meta = describe("cpu") | {"windows": WINDOWS, "window": WINDOW, "sentences": SENTENCES}
         meta["nats_per_token"] = exact
+        del meta["command"]  # may hold paths
         write({"meta": meta, "rows": [rows[one] for one in METHODS if one in rows]}, path)
 
 
