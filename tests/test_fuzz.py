@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-    signal.alarm(0)
+    workers.watch(0)
 
 
 def wrong(fuzzer: str, case: dict[str, Any]) -> str | None:
@@ -106,6 +106,7 @@ def test_a_case_is_shortened() -> None:
     steps = [["tensor", "a.bias", "drop"], ["bytes", "nothing", "cut", 1], ["tensor", "a.g_idx", "drop"]]
     case = {"base": "gptq", "steps": steps}
     short, text = workers.shortened("readers", case, str(wrong("readers", case)), "cpu")
+    assert signal.getitimer(signal.ITIMER_PROF) == signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert short["steps"] == steps[1:2] and "KeyError" in text
 
 

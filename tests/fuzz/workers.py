@@ -63,7 +63,7 @@ def attempt(fuzzer: str, case: dict[str, Any], device: str) -> tuple[int, str | 
         return 0, f"{type(error).__name__}: {str(error)[:600]} (at {', '.join(frames)})"
 
 
-def _watch(seconds: float = SECONDS_OF_A_CASE) -> None:
+def watch(seconds: float = SECONDS_OF_A_CASE) -> None:
     """End the process, unless this is called again in time: the default action of both signals. 0: never."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, seconds * WAITING)
@@ -73,9 +73,10 @@ def shortened(fuzzer: str, case: dict[str, Any], wrong: str, device: str) -> tup
     """The case without the steps that something is wrong without as well."""
     for i in reversed(range(len(case.get("steps", ())))):
         fewer = {**case, "steps": case["steps"][:i] + case["steps"][i + 1 :]}
-        _watch()
+        watch()
         if (other := attempt(fuzzer, fewer, device)[1]) is not None:
             case, wrong = fewer, other
+    watch(0)
     return case, wrong
 
 
@@ -93,14 +94,14 @@ def work(fuzzer: str, level: str, seed: int, first: int, count: int, end: float,
         problems, index = 0, first
         while index < first + count and time.monotonic() < end and os.getppid() == parent:
             _PLACE.pack_into(shared, 0, index, problems)
-            _watch()
+            watch()
             done, wrong = attempt(fuzzer, case_of(fuzzer, seed, index), device)
             problems += done
             if wrong is not None:
                 case, wrong = shortened(fuzzer, case_of(fuzzer, seed, index), wrong, device)
                 print(json.dumps({"case": case, "wrong": wrong}), flush=True)
             index += 1
-        _watch(0)
+        watch(0)
         _PLACE.pack_into(shared, 0, index, problems)
     print(json.dumps({"end": index}), flush=True)
 
