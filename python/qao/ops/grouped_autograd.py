@@ -134,10 +134,12 @@ def _traced(operator: Any) -> Any:
     tensors, _, has_scales, names, _ = SIGNATURES[operator]
     last = tensors + len(names) - 1  # gate
 
-    def impl(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-        given = x, weight, *(() if has_scales else (None,)), *arguments[: tensors - 2]
-        gate = arguments[last - 2] if len(arguments) > last - 2 else None
-        return grouped_product(operator, arguments[tensors - 2 : last - 2], *given, gate=gate)
+    def impl(*arguments: Any) -> Tensor:
+        given = list(arguments[:tensors])
+        if not has_scales:
+            given.insert(2, None)  # behind x and weight
+        gate = arguments[last] if len(arguments) > last else None
+        return grouped_product(operator, arguments[tensors:last], *given, gate=gate)
 
     return traced(operator, impl)
 

@@ -51,6 +51,9 @@ from .rows import (
     without,
 )
 
+_SPARSE_EXPERTS = expert_stems(
+    "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{one}" for one in ("w1", "w3", "w2"))
+)
 LLAMA = Architecture(
     "llama",
     "LlamaForCausalLM",
@@ -79,12 +82,7 @@ MINISTRAL3 = Architecture(  # "mistral3" with a temperature; without one, it is 
 MIXTRAL = Architecture(  # "llama" with experts
     "mixtral",
     "MixtralForCausalLM",
-    ATTENTION
-    | {"ffn_norm": MLP["ffn_norm"]}
-    | expert_stems(
-        "block_sparse_moe.gate",
-        *(f"block_sparse_moe.experts.{{}}.{one}" for one in ("w1", "w3", "w2")),
-    ),
+    ATTENTION | {"ffn_norm": MLP["ffn_norm"]} | _SPARSE_EXPERTS,
     entries=(Entry("num_local_experts", "expert_count"), *COUNTS),
     fixed={"sliding_window": None},
     present={},
@@ -485,10 +483,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ATTENTION
         | WIDE_QK_NORMS
         | {"ffn_norm": MLP["ffn_norm"], "exp_probs_b": Stem("block_sparse_moe", "e", ("", "e_score_correction_bias"))}
-        | expert_stems(
-            "block_sparse_moe.gate",
-            *(f"block_sparse_moe.experts.{{}}.{one}" for one in ("w1", "w3", "w2")),
-        ),
+        | _SPARSE_EXPERTS,
         entries=(
             Entry("num_local_experts", "expert_count"),
             *COUNTS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,18 +119,6 @@ _REORDERED_DELTA_NET = {
     "ssm_norm": Stem("linear_attn.norm", "value"),
     "ssm_out": Stem("linear_attn.out_proj", "h values", made=Made("h values", _columns)),
 }
-QWEN3_NEXT = Architecture(
-    "qwen3_next",
-    "Qwen3NextForCausalLM",
-    _GATED_ATTENTION | _DELTA_NET | EXPERTS | SHARED_EXPERT,
-    entries=(*MOE, SHARED_SIZE),
-    fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    norm_offset=1.0,
-    partial_rotary=True,
-    configure=_linear_attention,
-    sizes=_linear_sizes,
-    written=False,
-)
 QWEN35 = Architecture(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
@@ -140,14 +129,17 @@ QWEN35 = Architecture(
     sizes=_linear_sizes,
     written=False,
 )
-QWEN35_MOE = Architecture(
-    "qwen3_5_moe_text",
-    "Qwen3_5MoeForCausalLM",
-    _GATED_ATTENTION | _REORDERED_DELTA_NET | EXPERTS | SHARED_EXPERT,
+QWEN35_MOE = replace(
+    QWEN35,
+    model_type="qwen3_5_moe_text",
+    cls="Qwen3_5MoeForCausalLM",
+    stems=_GATED_ATTENTION | _REORDERED_DELTA_NET | EXPERTS | SHARED_EXPERT,
     entries=(*MOE, SHARED_SIZE),
-    norm_offset=1.0,
-    partial_rotary=True,
-    configure=_linear_attention,
-    sizes=_linear_sizes,
-    written=False,
+)
+QWEN3_NEXT = replace(
+    QWEN35_MOE,
+    model_type="qwen3_next",
+    cls="Qwen3NextForCausalLM",
+    stems=_GATED_ATTENTION | _DELTA_NET | EXPERTS | SHARED_EXPERT,
+    fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )

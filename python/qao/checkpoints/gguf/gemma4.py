@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .rows import DENSE, QK_NORMS, SANDWICH, WINDOW, Architecture, Entry, Made, Metadata, Stem, gate_up, unchanged
+from .rows import DENSE, QK_NORMS, SANDWICH, STACKED, WINDOW, Architecture, Entry, Made, Metadata, Stem, unchanged
 
 
 def _gemma4(file: Metadata) -> dict[str, Any]:
@@ -90,9 +90,7 @@ _GEMMA4_MOE = {
     "ffn_gate_inp.scale": Stem("router", "h", ("scale",)),
     "ffn_down_exps.scale": Stem("router", "e", ("per_expert_scale",)),
     "ffn_gate_up_exps": Stem("experts", "e 2x h", ("gate_up_proj",), Made("e 2x h", unchanged, stacked=True)),
-    "ffn_gate_exps": Stem(
-        "experts", "e x h", ("gate_up_proj",), Made("e 2x h", gate_up, ("ffn_up_exps",), stacked=True)
-    ),
+    "ffn_gate_exps": Stem("experts", "e x h", ("gate_up_proj",), STACKED),
     "ffn_up_exps": Stem("experts", "e x h", ()),
     "ffn_down_exps": Stem("experts", "e h x", ("down_proj",), Made("e h x", unchanged, stacked=True)),
     "pre_ffw_norm_2": Stem("pre_feedforward_layernorm_2", "h"),

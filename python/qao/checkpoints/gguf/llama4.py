@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .rows import ATTENTION, COUNTS, MLP, Architecture, Entry, Made, Metadata, Sizes, Stem
+from .rows import ATTENTION, COUNTS, MLP, Architecture, Entry, Made, Metadata, Sizes, Stem, gate_up
 
 
 def _llama4(file: Metadata) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def _transposed(sizes: Sizes, weight: Tensor) -> Tensor:
 
 
 def _transposed_gate_up(sizes: Sizes, gate: Tensor, up: Tensor) -> Tensor:
-    return torch.cat((gate, up), 1).transpose(1, 2)
+    return gate_up(sizes, gate, up).transpose(1, 2)
 
 
 LLAMA4 = Architecture(

@@ -158,9 +158,8 @@ class Model:
             block, stem = int(parts[1]), self.architecture.stems.get(parts[2])
             if stem is not None and self._has(stem, kind) and block < self.blocks:
                 return f"model.layers.{block}.{stem.module}".rstrip("."), stem
-        raise CheckpointError(
-            f"{self._file.path}: tensor {name} is unknown in a model of architecture {self._arch!r} "
-            f"with {self.blocks} blocks"
+        raise self.error(
+            f"tensor {name} is unknown in a model of architecture {self._arch!r} with {self.blocks} blocks"
         )
 
     def _has(self, stem: Stem, kind: str) -> bool:
@@ -210,7 +209,7 @@ class Model:
     def _require(self, name: str, others: Iterable[str]) -> None:
         for other in others:
             if other not in self._file.tensors:
-                raise CheckpointError(f"{self._file.path}: it has {name}, but no {other}")
+                raise self.error(f"it has {name}, but no {other}")
 
     # ---- config.json
 
@@ -222,9 +221,7 @@ class Model:
         in_range = type(value) is kind and (kind is bool or least <= value < 2**31 or (kind is float and value > 0))
         if not in_range:
             what = "positive " * (least == 1 and kind is not bool)
-            raise CheckpointError(
-                f"{self._file.path}: {self._arch}.{key} must be a {what}{kind.__name__}, not {value!r}"
-            )
+            raise self.error(f"{self._arch}.{key} must be a {what}{kind.__name__}, not {value!r}")
         return value
 
     def per_block(self, key: str, default: Any = None) -> list[Any]:
@@ -265,10 +262,10 @@ class Model:
             (about.rotated, rotated, min(rotated, head_dim) if about.partial_rotary else head_dim),
         ):
             if value != allowed or head_dim % 2 or value % 2:
-                raise CheckpointError(f"{self._file.path}: {self._arch}.{key} is {value}, but heads have {head_dim}")
+                raise self.error(f"{self._arch}.{key} is {value}, but heads have {head_dim}")
         embedding = tensors.get("token_embd.weight")
         if embedding is None:
-            raise CheckpointError(f"{self._file.path}: it has no token_embd.weight. Is it a language model?")
+            raise self.error("it has no token_embd.weight. Is it a language model?")
         norm = "attention.layer_norm_epsilon" if about.layer_norm else "attention.layer_norm_rms_epsilon"
         experts = self.number("expert_feed_forward_length") if self.has_key("expert_feed_forward_length") else None
         config: dict[str, Any] = {
@@ -295,7 +292,7 @@ class Model:
             if self.number(key, value) != value:
                 raise self.error(f"{self._arch}.{key} is {self.number(key)}; only {value} is supported")
         if self.has_key(_WINDOW) and all(entry.key != _WINDOW for entry in about.entries):
-            raise CheckpointError(f"{self._file.path}: {self._arch} with a sliding window is not supported")
+            raise self.error(f"{self._arch} with a sliding window is not supported")
         if self._arch in _BLOCKS_OF_27B:
             large = config["num_hidden_layers"] == _BLOCKS_OF_27B[self._arch]
             config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
@@ -339,7 +336,7 @@ class Model:
                     scaling[name] = self.number(f"rope.scaling.yarn_{name}", kind=float)
             return {**scaling, **about.yarn}
         if kind != "none":
-            raise CheckpointError(f"{self._file.path}: rotary embeddings scaled by {kind!r} are not supported")
+            raise self.error(f"rotary embeddings scaled by {kind!r} are not supported")
         if ROPE_FACTORS not in self._file.tensors:
             return None
         stored = self.divisors(ROPE_FACTORS, rotated)
@@ -349,7 +346,7 @@ class Model:
             scaling["original_max_position_embeddings"] = 8192
             if torch.allclose(stored, llama3_factors(rotated, config["rope_theta"], **scaling), rtol=1e-4):
                 return {"rope_type": "llama3", **scaling}
-        raise CheckpointError(f"{self._file.path}: {ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
+        raise self.error(f"{ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
 
     def divisors(self, name: str, rotated: int) -> Tensor:
         """float32 [rotated / 2]: divisors of frequencies in the file."""
@@ -357,7 +354,7 @@ class Model:
         if info is None:
             raise self.error(f"it has no {name}")
         if info.type != "F32" or info.shape != (rotated // 2,):
-            raise CheckpointError(f"{self._file.path}: {name} must be F32[{rotated // 2}], not {info}")
+            raise self.error(f"{name} must be F32[{rotated // 2}], not {info}")
         return self._file.bytes_of(info).view(torch.float32)
 
     # ---- shapes
@@ -404,14 +401,10 @@ class Model:
             expected = [sizes[one] for one in symbols]
             found = list(self._file.tensors[name].shape)
             if found != expected and found != [one for one in expected if one != 1]:  # llama.cpp drops dimensions of 1
-                raise CheckpointError(
-                    f"{self._file.path}: tensor {name} ({module}) has shape {found}; the metadata requires {expected}"
-                )
+                raise self.error(f"tensor {name} ({module}) has shape {found}; the metadata requires {expected}")
         blocks = {name.split(".")[1] for name in self._stems if name.startswith("blk.")}
         if len(blocks) != self.config["num_hidden_layers"]:
-            raise CheckpointError(
-                f"{self._file.path}: {len(blocks)} of {self.config['num_hidden_layers']} blocks have tensors"
-            )
+            raise self.error(f"{len(blocks)} of {self.config['num_hidden_layers']} blocks have tensors")
 
 
 def _joined(rows: Tensor, *sources: Tensor) -> Tensor:
