@@ -17,28 +17,10 @@ namespace qao::gemm::sm90_ws {
 
 constexpr int64_t kPrefetchBytes = 16 * 1024;  // bytes of W per CTA: more delays the first loads of x
 
-// Groups per k-tile, or k-tiles per group.
-inline void set_groups(const Problem& problem, int64_t tile_k, Params* p) {
-  const bool packed = is_packed(problem.weight), fp4 = problem.weight == Format::kFp4;
-  p->groups = static_cast<int>(packed ? problem.groups() : problem.k_blocks());
-  p->scale_rows = fp4 ? static_cast<int>(fp4::scale_rows(problem.k, problem.group_size)) : p->groups;
-  const int64_t size = packed ? problem.group_size : kScaleBlock;
-  p->groups_per_tile = (p->groups > 1 || fp4) && size < tile_k ? static_cast<int>(tile_k / size) : 1;
-  p->fold_shift = 0;
-  if (packed || has_blocks(problem)) {
-    while (p->fold_shift < 30 && (tile_k << p->fold_shift) < size) ++p->fold_shift;
-    if (p->groups == 1) p->fold_shift = 30;
-  }
-}
-
-// Parameters of a dense GEMM. With several experts, W, scales and bias are those of expert 0.
-inline Params params_of(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x) {
+inline TileParams tile_params(const Problem& problem, const Plan& plan, const X& x) {
   const Tile tile = kTiles[plan.config];
-  const Traits traits = traits_of(problem, tile);
-  const bool packed = traits.packed, block = has_blocks(problem);
   const int64_t tile_k = tile_k_of(problem, plan);
-  Params p{};
-  // Shape and tiles
+  TileParams p{};
   p.m = problem.m;
   p.n = static_cast<int>(problem.n);
   p.k_tiles = static_cast<int>(ceil_div(problem.k, tile_k));
@@ -53,46 +35,70 @@ inline Params params_of(const Problem& problem, const Plan& plan, const Argument
   // Smaller boxes for the last tokens: zero fill past the last token takes longer than a copy.
   const int sharers = tile.sharers();
   p.last_x_rows = static_cast<int>(round_up(problem.m % plan.tile_m, 8 * sharers)) / sharers;
-  const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
+  const int64_t tile_bytes = plan.tile_n * tile_k / (is_packed(problem.weight) ? 2 : 1);
   p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
-  set_groups(problem, tile_k, &p);
-  // Scales and zero points
+  return p;
+}
+
+// Factor of the sums of a packed W.
+inline float sum_factor(const Problem& problem, const Tile& tile, float scale_factor) {
+  if (kRows[row_of(problem, tile)].has_row_scales()) {
+    return problem.groups() == 1 && problem.x == Format::kInt8 ? 1.0f / kOneGroup : 1.0f;
+  }
+  if (problem.weight == Format::kFp4) return kFp4Factor;
+  if (problem.x == Format::kInt8) return 1.0f / 16;
+  if (problem.x == Format::kFp8) return centred::kE4m3Factor;
+  return 1 / (problem.x_dtype == DType::kBFloat16 ? Nibble<__nv_bfloat16, false>::kSmall : scale_factor);
+}
+
+inline GroupParams group_params(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x) {
+  const Tile tile = kTiles[plan.config];
+  const bool packed = is_packed(problem.weight), fp4 = problem.weight == Format::kFp4;
+  const int64_t tile_k = tile_k_of(problem, plan), size = packed ? problem.group_size : kScaleBlock;
+  const int k_tiles = static_cast<int>(ceil_div(problem.k, tile_k));
+  GroupParams p{};
   p.factor = 1;
+  p.groups = static_cast<int>(packed ? problem.groups() : problem.k_blocks());
+  p.scale_rows = fp4 ? static_cast<int>(fp4::scale_rows(problem.k, problem.group_size)) : p.groups;
+  p.groups_per_tile = (p.groups > 1 || fp4) && size < tile_k ? static_cast<int>(tile_k / size) : 1;
+  if (packed || has_blocks(problem)) {
+    while (p.fold_shift < 30 && (tile_k << p.fold_shift) < size) ++p.fold_shift;
+    if (p.groups == 1) p.fold_shift = 30;
+  }
   if (packed) {
     p.group_bytes = group_bytes(problem);
     p.has_zeros = problem.has_zeros;
-    p.scales = arguments.scales;
     p.subtracts_zeros = problem.x != Format::kFloat && problem.has_zeros;
+    p.scales = arguments.scales;
     p.scale_dtype = problem.scale_dtype;
+    p.scale_factor = problem.x_dtype == DType::kFloat16 && problem.scale_dtype != DType::kFloat16 ? 64.0f : 1.0f;
+    p.factor = sum_factor(problem, tile, p.scale_factor);
     // A symmetric W with float32 x has no sums; a copy of zero bytes still needs a valid address.
     p.columns = x.sums != nullptr ? x.sums : static_cast<const float*>(arguments.scales);
-    p.column_tiles = traits.columns && x.sums != nullptr ? p.k_tiles : 0;
-    p.scale_factor = problem.x_dtype == DType::kFloat16 && problem.scale_dtype != DType::kFloat16 ? 64.0f : 1.0f;
-    p.factor = problem.x == Format::kInt8  ? 1.0f / 16
-               : problem.x == Format::kFp8 ? centred::kE4m3Factor
-                                           : 1 / p.scale_factor;
-    if (problem.x_dtype == DType::kBFloat16 && problem.x == Format::kFloat) {
-      p.factor = 1 / Nibble<__nv_bfloat16, false>::kSmall;
-    }
-    if (problem.weight == Format::kFp4) {
-      p.factor = kFp4Factor;
-      if (problem.group_size == fp4::kNvGroup) p.row_scales = static_cast<const float*>(arguments.scales);
-    }
-    if (kRows[row_of(problem, tile)].has_row_scales()) {
-      const bool one = problem.groups() == 1;
-      p.row_scales = one ? static_cast<const float*>(arguments.scales) : arguments.row_scales;
-      p.row_scale_dtype = one ? problem.scale_dtype : DType::kFloat32;
-      p.factor = one && problem.x == Format::kInt8 ? 1.0f / kOneGroup : 1.0f;
-    }
-  } else if (block) {
+    p.column_tiles = traits_of(problem, tile).columns && x.sums != nullptr ? k_tiles : 0;
+  } else if (has_blocks(problem)) {
     p.block_scales = static_cast<const float*>(arguments.scales);
     p.columns = arguments.x_scales;
-    p.column_tiles = p.k_tiles;
-  } else {
-    p.row_scales = static_cast<const float*>(arguments.scales);
+    p.column_tiles = k_tiles;
+  }
+  return p;
+}
+
+inline EpilogueParams epilogue_params(const Problem& problem, const Plan& plan, const Arguments& arguments) {
+  const Tile tile = kTiles[plan.config];
+  const float* scales = static_cast<const float*>(arguments.scales);
+  EpilogueParams p{};
+  if (is_packed(problem.weight)) {
+    if (problem.weight == Format::kFp4 && problem.group_size == fp4::kNvGroup) p.row_scales = scales;
+    if (kRows[row_of(problem, tile)].has_row_scales()) {
+      const bool one = problem.groups() == 1;
+      p.row_scales = one ? scales : arguments.row_scales;
+      p.row_scale_dtype = one ? problem.scale_dtype : DType::kFloat32;
+    }
+  } else if (!has_blocks(problem)) {
+    p.row_scales = scales;
     p.row_scale_stride = problem.weight_scaling == Scaling::kRow ? 1 : 0;
   }
-  // Activations, bias and y
   if (problem.x != Format::kFloat && problem.x_scaling != Scaling::kBlock) {
     p.x_scales = arguments.x_scales;
     p.x_scale_stride = problem.x_scaling == Scaling::kRow ? 1 : 0;
@@ -102,8 +108,15 @@ inline Params params_of(const Problem& problem, const Plan& plan, const Argument
   p.y = arguments.y;
   p.bias_dtype = problem.bias_dtype;
   p.y_dtype = problem.y_dtype;
-  p.copies_y = tile.ping_pong && size_of(p.y_dtype) == 2 && p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  const bool aligned = problem.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  p.copies_y = tile.ping_pong && size_of(p.y_dtype) == 2 && aligned;
   return p;
+}
+
+// Parameters of a dense GEMM. With several experts, W, scales and bias are those of expert 0.
+inline Params params_of(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x) {
+  return {tile_params(problem, plan, x), group_params(problem, plan, arguments, x),
+          epilogue_params(problem, plan, arguments)};
 }
 
 // `experts`: number of contiguous weights. x has Params::m rows.
