@@ -29,33 +29,34 @@ constexpr const char* name_of(DType dtype) {
   return "?";
 }
 
-// Storage format of matrix elements: a DType, 8 bits (fp8 is e4m3), or 4 bits (cuda/layout/int4.h; fp4 is e2m1,
-// cuda/layout/fp4.h). GGUF: blocks of any of its types, row-major, on the CPU only (csrc/cpu/gguf_blocks.h).
-enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3, kFp4 = 4, kGguf = 5 };
-
-constexpr const char* name_of(Format format) {
-  switch (format) {
-    case Format::kFloat:
-      return "float";
-    case Format::kInt8:
-      return "int8";
-    case Format::kFp8:
-      return "fp8";
-    case Format::kInt4:
-      return "int4";
-    case Format::kFp4:
-      return "fp4";
-    case Format::kGguf:
-      return "gguf";
-  }
-  return "?";
-}
-
-constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4, Format::kGguf};
+// Storage format of matrix elements: a DType, or a row of formats.inc.
+enum class Storage : int { kFloats, kBytes, kPacked, kFileBlocks };
+enum class Format : int {
+  kFloat,
+#define QAO_FORMAT(id, ...) k##id,
+#include "qao/formats.inc"
+#undef QAO_FORMAT
+};
+struct FormatRecord {
+  const char* name;
+  Storage storage;
+};
+constexpr FormatRecord kFormatRecords[] = {
+    {"float", Storage::kFloats},
+#define QAO_FORMAT(id, name, storage) {name, Storage::storage},
+#include "qao/formats.inc"
+#undef QAO_FORMAT
+};
+constexpr Format kFormats[] = {
+    Format::kFloat,
+#define QAO_FORMAT(id, ...) Format::k##id,
+#include "qao/formats.inc"
+#undef QAO_FORMAT
+};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
-// 4-bit weights are packed, with parameters per group along K. All others are row-major bytes.
-constexpr bool is_packed(Format weight) { return weight == Format::kInt4 || weight == Format::kFp4; }
+constexpr const char* name_of(Format format) { return kFormatRecords[static_cast<int>(format)].name; }
+constexpr bool is_packed(Format format) { return kFormatRecords[static_cast<int>(format)].storage == Storage::kPacked; }
 // Whether W may have a scale per 128 x 128 block, which kernels apply along K.
 constexpr bool may_have_blocks(Format weight) { return weight == Format::kFp8; }
 

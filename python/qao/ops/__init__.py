@@ -33,25 +33,8 @@ import torch
 
 # ruff: isort: off
 from . import library  # noqa: F401  # first: every other module looks up operators
-from .matmul import (
-    EMBEDDINGS,
-    FP4,
-    FP8,
-    FP8_FP8,
-    FP8_INT4,
-    INT4,
-    INT8,
-    INT8_INT4,
-    INT8_INT8,
-    fp4_mm,
-    fp8_fp8_mm,
-    fp8_int4_mm,
-    fp8_mm,
-    int4_mm,
-    int8_int4_mm,
-    int8_int8_mm,
-    int8_mm,
-)
+from . import matmul
+from .matmul import *  # noqa: F403
 from .gguf import (
     dequantize_gguf,
     gguf_embedding,
@@ -93,17 +76,8 @@ from .grouped_autograd import (
     GROUPED,
     grouped_product,
 )
-from .grouped_mm import (
-    fp4_grouped_mm,
-    fp8_fp8_grouped_mm,
-    fp8_grouped_mm,
-    fp8_int4_grouped_mm,
-    gguf_grouped_mm,
-    int4_grouped_mm,
-    int8_grouped_mm,
-    int8_int4_grouped_mm,
-    int8_int8_grouped_mm,
-)
+from . import grouped_mm
+from .grouped_mm import *  # noqa: F403
 from .norm_act import (
     add_rms_norm,
     silu_mul,
@@ -130,16 +104,7 @@ for _called in ("product", "gguf_mm"):  # layers call them by this module: a nod
     torch.fx.wrap(_called)
 
 __all__ = [
-    "EMBEDDINGS",
-    "FP4",
-    "FP8",
-    "FP8_FP8",
-    "FP8_INT4",
     "GROUPED",
-    "INT4",
-    "INT8",
-    "INT8_INT4",
-    "INT8_INT8",
     "MERGED",
     "add_rms_norm",
     "add_rms_norm_int4_mm",
@@ -154,32 +119,15 @@ __all__ = [
     "expert_sort",
     "expert_sum",
     "expert_topk",
-    "fp4_grouped_mm",
-    "fp4_mm",
-    "fp8_fp8_grouped_mm",
-    "fp8_fp8_mm",
-    "fp8_grouped_mm",
-    "fp8_int4_grouped_mm",
-    "fp8_int4_mm",
-    "fp8_mm",
     "fp8_quantize",
     "fp8_scaled_mm",
     "gguf_embedding",
-    "gguf_grouped_mm",
     "gguf_mm",
     "gptq_columns",
     "grouped_product",
     "hadamard",
     "int4_embedding",
-    "int4_grouped_mm",
-    "int4_mm",
     "int8_embedding",
-    "int8_grouped_mm",
-    "int8_int4_grouped_mm",
-    "int8_int4_mm",
-    "int8_int8_grouped_mm",
-    "int8_int8_mm",
-    "int8_mm",
     "int8_quantize",
     "int8_scaled_mm",
     "largest_magnitude",
@@ -199,3 +147,5 @@ __all__ = [
     "unpack_fp4",
     "unpack_int4",
 ]
+__all__ += matmul.__all__
+__all__ += grouped_mm.__all__

@@ -11,6 +11,18 @@ from .signature import check_order
 
 _qao = torch.ops.qao
 
+__all__ = [
+    "fp4_grouped_mm",
+    "fp8_fp8_grouped_mm",
+    "fp8_grouped_mm",
+    "fp8_int4_grouped_mm",
+    "gguf_grouped_mm",
+    "int4_grouped_mm",
+    "int8_grouped_mm",
+    "int8_int4_grouped_mm",
+    "int8_int8_grouped_mm",
+]
+
 # Operators that the experts' modules pass to ``grouped_product``.
 INT4 = _qao.int4_grouped_mm.default
 FP4 = _qao.fp4_grouped_mm.default

@@ -17,6 +17,26 @@ from .gguf import gguf_embedding
 from .signature import check_order
 from .weight_ops import int4_embedding, int8_embedding
 
+__all__ = [
+    "EMBEDDINGS",
+    "FP4",
+    "FP8",
+    "FP8_FP8",
+    "FP8_INT4",
+    "INT4",
+    "INT8",
+    "INT8_INT4",
+    "INT8_INT8",
+    "fp4_mm",
+    "fp8_fp8_mm",
+    "fp8_int4_mm",
+    "fp8_mm",
+    "int4_mm",
+    "int8_int4_mm",
+    "int8_int8_mm",
+    "int8_mm",
+]
+
 # Operators that layers pass to ``product``. Modules that ``qao.ops`` imports later iterate over DENSE.
 INT4 = differentiable(torch.ops.qao.int4_mm.default, dense_int4)
 INT8 = differentiable(torch.ops.qao.int8_mm.default, dequantize_int8)
