@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -188,13 +189,13 @@ class Scheme(ABC):
         self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str, experts: int | None = None
     ) -> PackedWeight:
         """Uninitialized tensors for a layer with a float weight [n, k] of ``dtype``, or for ``experts`` of them."""
-        dtypes, shape, has_zeros = self._plain(n, k)
-        q = torch.empty(n, k, dtype=dtypes[0], device="meta")
-        scales = torch.empty(shape, dtype=self.scale_dtype_of(dtype), device="meta")
-        packed = self.pack(q, scales, scales if has_zeros else None)
-        if experts is not None:
-            packed = stacked([packed] * experts, experts)
-        empty: Any = (t if t is None else torch.empty_like(t, device=device) for t in packed.tensors().values())
+        empty: list[Any] = []
+        for name, fact in zip(PackedWeight._fields, _shapes(self, n, k, dtype), strict=False):
+            if fact is None:
+                empty.append(None)
+                continue
+            shape = fact[0] if experts is None or name == "activation_scale" else (experts, *fact[0])
+            empty.append(torch.empty(shape, dtype=fact[1], device=device))
         return PackedWeight(*empty)._replace(sizes=(n, k))
 
     def kernel(self, m: int, n: int, k: int, **options: Any) -> str | None:
@@ -253,6 +254,16 @@ class Scheme(ABC):
         for name in names:
             if not isinstance(getattr(self, name), bool):
                 self._reject(name, "True or False", TypeError)
+
+
+@lru_cache(maxsize=4096)  # layers of a model have few sizes, and meta tensors cost a millisecond
+def _shapes(scheme: Scheme, n: int, k: int, dtype: torch.dtype) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:
+    """Shape and dtype of each tensor of ``PackedWeight`` for a float weight [n, k] of ``dtype``."""
+    dtypes, shape, has_zeros = scheme._plain(n, k)
+    q = torch.empty(n, k, dtype=dtypes[0], device="meta")
+    scales = torch.empty(shape, dtype=scheme.scale_dtype_of(dtype), device="meta")
+    packed = scheme.pack(q, scales, scales if has_zeros else None)
+    return tuple(None if t is None else (t.shape, t.dtype) for t in packed.tensors().values())
 
 
 def _plain_value(value: Any) -> Any:

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -244,6 +244,7 @@ class GgufCheckpoint(Checkpoint):
         return f"{self._file.path}: tensor {info.name}"
 
 
+@cache  # reads the files of an installed package
 def stacks_experts() -> bool:
     """Whether models hold all experts of a layer in one tensor, as those of transformers 5 do."""
     try:
