@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +25,13 @@ def row_scale(x: Tensor, dense: Tensor, bias: Tensor | None = None) -> Tensor:
 
     It is the largest root, over the elements of that row of y, of the sum of the squared terms.
     """
-    squares = truth(x.double() ** 2, dense**2, None if bias is None else bias.double() ** 2)
-    return squares.amax(1, keepdim=True).sqrt()
+    return _scale(truth(x.double() ** 2, dense**2), bias)
+
+
+def _scale(squares: Tensor, bias: Tensor | None) -> Tensor:
+    """``row_scale`` from the sums [M, N] of the squared terms without that of the bias."""
+    whole = squares if bias is None else squares + bias.double() ** 2
+    return whole.amax(1, keepdim=True).sqrt()
 
 
 def _relative(error: Tensor, scale: Tensor) -> Tensor:
@@ -40,6 +47,7 @@ def _rms(values: Tensor) -> float:
 class Tolerance:
     elements: Tensor  # [M, N] largest permitted |y - truth|
     rms: float  # largest permitted root mean square of (y - truth) / row_scale
+    truth: Tensor  # [M, N] float64
 
 
 def tolerance(
@@ -61,24 +69,42 @@ def tolerance(
     same two terms (rounding errors are spread evenly, hence 1 / sqrt(3) of their maximum); `2 / sqrt(count)` allows for
     the spread of a mean over few elements.
     """
+    return tolerances(x, dense, (bias,), seen, slack)[0]
+
+
+def tolerances(
+    x: Tensor, dense: Tensor, biases: Sequence[Tensor | None], seen: Tensor | None = None, slack: Tensor | None = None
+) -> list[Tolerance]:
+    """`tolerance` with each of the biases, of which None is one without a bias."""
     m, k = x.shape
     seen = x if seen is None else seen
-    signs = (
-        torch.randint(0, 2, (PLAIN_ROWS, k), generator=torch.Generator().manual_seed(1)).to(x.device, x.dtype) * 2 - 1
-    )
-    sample = seen[torch.arange(PLAIN_ROWS, device=x.device) % m].to(x.dtype) * signs
-    plain = F.linear(sample, dense.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    relative = _relative(plain.double() - truth(sample, dense, bias), row_scale(sample, dense, bias))
+    sample = seen[torch.arange(PLAIN_ROWS, device=x.device) % m].to(x.dtype) * _signs(k, x.dtype, x.device)
+    rounded, squared = dense.to(x.dtype), dense**2
+    both = torch.cat((sample.double(), seen.double()))
+    sums, squares = both @ dense.T, (both**2) @ squared.T  # of the rows of the sample, then of seen
 
     accumulation = 2.0**-24 * k**0.5
     finfo = torch.finfo(x.dtype)
-    expected, scale = truth(seen, dense, bias), row_scale(seen, dense, bias)
-    rounding = finfo.eps / 2 * expected.abs() + finfo.smallest_normal * finfo.eps
-    if slack is not None:
-        rounding = rounding + slack
-    elements = (2 * relative.abs().max() + accumulation) * scale + rounding
-    rms = 2 * _rms(relative) + accumulation + _rms(_relative(rounding, scale)) / 3**0.5
-    return Tolerance(elements, rms * (1 + 2 / expected.numel() ** 0.5))
+    found = []
+    for bias in biases:
+        with_bias = sums if bias is None else sums + bias.double()
+        scale, expected = _scale(squares, bias), with_bias[PLAIN_ROWS:]
+        plain = F.linear(sample, rounded, None if bias is None else bias.to(x.dtype))
+        relative = _relative(plain.double() - with_bias[:PLAIN_ROWS], scale[:PLAIN_ROWS])
+        rounding = finfo.eps / 2 * expected.abs() + finfo.smallest_normal * finfo.eps
+        if slack is not None:
+            rounding = rounding + slack
+        scale = scale[PLAIN_ROWS:]
+        elements = (2 * relative.abs().max() + accumulation) * scale + rounding
+        rms = 2 * _rms(relative) + accumulation + _rms(_relative(rounding, scale)) / 3**0.5
+        found.append(Tolerance(elements, rms * (1 + 2 / expected.numel() ** 0.5), expected))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _signs(k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randint(0, 2, (PLAIN_ROWS, k), generator=g).to(device, dtype) * 2 - 1
 
 
 def check_metadata(y: Tensor, x: Tensor, n: int) -> None:
@@ -103,7 +129,8 @@ def check_close(
         return
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     seen = x if seen is None else seen
-    expected, allowed = truth(seen, dense, bias), tolerance(x, dense, bias, seen, slack)
+    allowed = tolerance(x, dense, bias, seen, slack)
+    expected = allowed.truth
     error = (y.double() - expected).abs()
     wrong = ~(error <= allowed.elements)  # so that NaN is wrong
     if wrong.any():

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import accuracy
@@ -234,9 +235,9 @@ def _scaled(word: str, rng: random.Random, device: str) -> int:
     weight = scheme.make_weight(n, k, fmt, device, seed=rng.getrandbits(48))
     x = randn(rng, m, k, dtype=float_dtype(rng)).to(device)
     quantized, activation = weight.activation.quantize(x), weight.activation
-    expected = accuracy.truth(activation.seen(x), weight.dense)
-    allowed = accuracy.tolerance(x, weight.dense, None, activation.seen(x), activation.slack(x, weight.dense)).elements
-    invariant, parts = rng.random() < 0.3, _parts(rng, m, 40)
+    bounds = accuracy.tolerance(x, weight.dense, None, activation.seen(x), activation.slack(x, weight.dense))
+    expected, allowed = bounds.truth, bounds.elements
+    invariant, parts, results = rng.random() < 0.3, _parts(rng, m, 100), []
     views = layouts(rng, quantized[0]) if word == "int8_int8" else [quantized[0]]
     for rows in parts:
         q = rng.choice(views)[rows]
@@ -247,10 +248,28 @@ def _scaled(word: str, rng: random.Random, device: str) -> int:
             (sums,) = weight.arguments
             zeros = None if sums is None else quantized[2][rows]
             y = OPS.int8_scaled_mm(q, scales, zeros, *weight.operands, None, sums, x.dtype, invariant)
-        wrong = ~((y.double() - expected[rows]).abs() <= allowed[rows])
-        what = f"{fmt} of {rows} of {m} rows, N {n}, K {k}, to {x.dtype}"
-        check(y.shape == (rows.stop - rows.start, n) and not wrong.any(), f"{int(wrong.sum())} are wrong: {what}")
+        check(y.shape == (rows.stop - rows.start, n), f"y is {list(y.shape)} for {rows}")
+        results.append(y)
+    wrong = _outside(results, parts, expected, allowed)
+    if wrong is not None:
+        at, elements = wrong
+        raise Finding(f"{elements} are wrong: {fmt} of {at} of {m} rows, N {n}, K {k}, to {x.dtype}")
     return len(parts)
+
+
+def _rows_of(parts: list[slice], device: torch.device) -> Tensor:
+    return torch.tensor([row for part in parts for row in range(part.start, part.stop)], device=device)
+
+
+def _outside(results: list[Tensor], parts: list[slice], expected: Tensor, allowed: Tensor) -> tuple[slice, int] | None:
+    """The first call with a result outside of the bound, and the number of such elements."""
+    rows = _rows_of(parts, expected.device)
+    wrong = ~((torch.cat(results).double() - expected[rows]).abs() <= allowed[rows])
+    if not wrong.any():
+        return None
+    at = int(wrong.nonzero()[0, 0])
+    first = next(part for part, end in zip(parts, accumulate(map(len, results)), strict=True) if at < end)
+    return first, int(wrong.sum())
 
 
 def expert_topk(rng: random.Random, device: str) -> int:
@@ -321,7 +340,7 @@ def token_attention(rng: random.Random, device: str) -> int:
 
 
 def merged(word: str, rng: random.Random, device: str) -> int:
-    """Several weights: the bits of separate calls."""
+    """Several weights: the bits of separate calls, with any rows of x."""
     scheme, k = SCHEMES[word](), 16 * rng.randint(1, 12)
     layers = [nn.Linear(k, rng.randint(1, 70), bias=rng.random() < 0.5) for _ in range(rng.randint(1, 4))]
     quantized = [qao.QuantLinear.from_linear(layer, scheme) for layer in layers]
@@ -335,9 +354,13 @@ def merged(word: str, rng: random.Random, device: str) -> int:
     if "out_features" in names:
         given |= {"out_features": [layer.out_features for layer in quantized], "in_features": k}
         given["group_size"] = scheme.group_size
+    parts, views = _parts(rng, len(x), 15), layouts(rng, x)
     with torch.inference_mode():
-        _same(operator(x, **given), [layer(x) for layer in quantized], described(x=x.dtype, shape=list(x.shape)))
-    return len(layers)
+        for rows in parts:
+            part = rng.choice(views)[rows]
+            what = described(x=x.dtype, shape=list(part.shape), stride=part.stride())
+            _same(operator(part, **given), [layer(part) for layer in quantized], what)
+    return len(layers) * len(parts)
 
 
 def gguf_mm(rng: random.Random, device: str) -> int:
@@ -360,9 +383,13 @@ def gguf_mm(rng: random.Random, device: str) -> int:
     grouped = OPS.gguf_grouped_mm(x, torch.stack((weight, weight.flip(0))), None, offsets, None, None, qtype)
     experts = [OPS.gguf_mm(x[:first], weight, None, qtype), OPS.gguf_mm(x[first:], weight.flip(0), None, qtype)]
     check(equal(grouped, torch.cat(experts)), f"other bits of experts: {what}")
-    right = (y.double() - exact).abs() <= test_gguf_ops.bound(x, dense)
+    parts, views = _parts(rng, len(x), 16), layouts(rng, x)
+    y = torch.cat([y, *(OPS.gguf_mm(rng.choice(views)[rows], weight, None, qtype) for rows in parts)])
+    rows_of_y = _rows_of([slice(0, len(x)), *parts], y.device)
+    exact, allowed = exact[rows_of_y], test_gguf_ops.bound(x, dense)[rows_of_y]
+    right = (y.double() - exact).abs() <= allowed
     check(bool((right | ~y.isfinite() & (exact.abs() > torch.finfo(dtype).max / 2)).all()), f"wrong product: {what}")
-    return 6
+    return 6 + len(parts)
 
 
 OPERATORS: dict[str, Fuzzer] = {

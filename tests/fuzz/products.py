@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import accuracy
@@ -33,16 +36,22 @@ def dense(scheme: Scheme, rng: random.Random, device: str) -> int:
         raise Finding(f"{case}: {error}") from None
 
 
-def _cut(weight: Weight, x: Tensor, bias: Tensor | None, seen_of: Tensor) -> tuple[Tensor, Tensor]:
-    """The float64 result of finite rows x [M, K], and the tolerance of each element; ``seen_of`` is x rotated.
+Bounds = tuple[Tensor, Tensor]  # the float64 result, and the tolerance of each element
+
+
+def _cut(weight: Weight, x: Tensor, biases: Sequence[Tensor | None], seen_of: Tensor) -> list[Bounds]:
+    """The results of finite rows x [M, K] with each of the biases; ``seen_of`` is x rotated.
 
     ``accuracy`` takes partial sums to grow like sqrt(k), as those of values without a mean. With one they grow to the
     result: K roundings of up to 2^-24 of it, most of them smaller, with both signs.
     """
     seen = weight.activation.seen(seen_of)
-    expected = accuracy.truth(seen, weight.dense, bias)
-    slack = weight.slack(seen_of) + 2.0**-24 * x.shape[1] ** 0.5 * expected.abs()
-    return expected, accuracy.tolerance(x, weight.dense, bias, seen, slack).elements
+    found = accuracy.tolerances(x, weight.dense, biases, seen, weight.slack(seen_of))
+    growing = 2.0**-24 * x.shape[1] ** 0.5
+    return [(one.truth, one.elements + growing * one.truth.abs()) for one in found]
+
+
+Results = list[tuple[int, Tensor]]  # first row of x, and y
 
 
 @dataclass
@@ -79,47 +88,54 @@ class _Dense:
         rotation = rng.choice(fitting) if fitting and rng.random() < 0.3 else 0
         return cls(scheme, fmt, weight, x.to(device), bad.to(device), bias, rotation)
 
+    @cached_property
+    def any_bad(self) -> bool:
+        return bool(self.bad.any())
+
     @property
     def scales_by_row(self) -> bool:
         """Whether rows of y do not depend on other rows of x."""
         activation = self.weight.activation
         return activation.keeps_rows_apart or activation.static_scale is not None
 
-    def truth(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def truths(self, x: Tensor) -> dict[bool, Bounds]:
+        """By whether a bias is added."""
         rotated = torch.ops.qao.hadamard(x.float(), self.rotation) if self.rotation else x
-        return _cut(self.weight, x, bias, rotated)
+        kinds = (False,) if self.bias is None else (False, True)
+        return dict(zip(kinds, _cut(self.weight, x, (None, self.bias)[: len(kinds)], rotated), strict=True))
 
     def run(self, rng: random.Random) -> int:
         m, apart = self.x.shape[0], self.scales_by_row
-        finite = self.x.masked_fill(self.bad[:, None], 0)
-        expected = {with_bias: self.truth(finite, self.bias if with_bias else None) for with_bias in (False, True)}
+        expected = self.truths(self.x.masked_fill(self.bad[:, None], 0))
         views, operands, arguments = layouts(rng, self.x), self.weight.operands, self.weight.arguments
         rotation = {"x_rotation": self.rotation} if self.rotation else {}
-        places, n, dtype, op = torch.arange(m, device=self.x.device), self.weight.n, self.x.dtype, self.scheme.op
-        found: dict[tuple[bool, bool], list[tuple[Tensor, Tensor]]] = {}
+        invariants = {False: rotation, True: {**rotation, "batch_invariant": True}}
+        n, dtype, op, draw = self.weight.n, self.x.dtype, self.scheme.op, rng.random
+        results: dict[tuple[bool, bool], Results] = {}
         calls = CALLS if apart and m * self.weight.dense.numel() < 200_000 else 12
         for _ in range(calls):
-            count = 1 + int(rng.random() * min(m, 9)) if rng.random() < 0.7 else int(rng.random() * (m + 1))
+            count = 1 + int(draw() * min(m, 9)) if draw() < 0.7 else int(draw() * (m + 1))
             if not apart:
                 count = m
-            begin = int(rng.random() * (m - count + 1))
-            with_bias = self.bias is not None and rng.random() < 0.5
-            invariant = apart and rng.random() < 0.25
-            rows = views[int(rng.random() * len(views))][begin : begin + count]
-            options = {**rotation, "batch_invariant": True} if invariant else rotation
-            y = op(rows, *operands, self.bias if with_bias else None, *arguments, **options)
+            begin = int(draw() * (m - count + 1))
+            with_bias = self.bias is not None and draw() < 0.5
+            invariant = apart and draw() < 0.25
+            rows = views[int(draw() * len(views))][begin : begin + count]
+            y = op(rows, *operands, self.bias if with_bias else None, *arguments, **invariants[invariant])
             if y.shape != (count, n) or y.dtype is not dtype:
                 raise Finding(f"y is {y.dtype}{list(y.shape)} for {count} rows")
-            found.setdefault((with_bias, invariant), []).append((places[begin : begin + count], y))
-        for (with_bias, invariant), results in found.items():
-            self.compare(results, *expected[with_bias], invariant)
+            results.setdefault((with_bias, invariant), []).append((begin, y))
+        for (with_bias, invariant), found in results.items():
+            self.compare(found, *expected[with_bias], invariant)
         return calls
 
-    def compare(self, results: list[tuple[Tensor, Tensor]], expected: Tensor, allowed: Tensor, invariant: bool) -> None:
+    def compare(self, results: Results, expected: Tensor, allowed: Tensor, invariant: bool) -> None:
         y = torch.cat([y for _, y in results])
-        rows = torch.cat([rows for rows, _ in results])
-        wrong = ~((y.double() - expected[rows]).abs() <= allowed[rows])
-        wrong = torch.where(self.bad[rows, None], y.isfinite(), wrong)
+        rows = torch.tensor([row for begin, y in results for row in range(begin, begin + y.shape[0])], device=y.device)
+        error = y.double().sub_(expected[rows]).abs_()
+        wrong = ~(error <= allowed[rows])  # so that NaN is wrong
+        if self.any_bad:
+            wrong = torch.where(self.bad[rows, None], y.isfinite(), wrong)
         if wrong.any():
             at, column = wrong.nonzero()[0].tolist()
             row, sizes = int(rows[at]), [len(y) for _, y in results]
@@ -164,48 +180,61 @@ def _drawn_experts(rng: random.Random, scheme: Scheme, device: str) -> tuple[Exp
 
 def _grouped(rng: random.Random, experts: Experts, x: Tensor, bad: Tensor) -> int:
     finite = x.masked_fill(bad[:, None], 0)
-    each = [_cut(w, finite, b, finite) for w, b in zip(experts.weights, experts.biases(), strict=True)]
+    each = [_cut(w, finite, (b,), finite)[0] for w, b in zip(experts.weights, experts.biases(), strict=True)]
     expected, allowed = (torch.stack(parts) for parts in zip(*each, strict=True))  # [E, T, N]
-    operands, arguments, views = experts.operands, experts.arguments, layouts(rng, x)
+    operands, arguments, views, op = experts.operands, experts.arguments, layouts(rng, x), experts.op
     # Slices of these have any alignment.
     indices = torch.randint(0, len(x), (256,), generator=_g(rng)).to(x.device)
     all_picks = {torch.int64: indices, torch.int32: indices.int()}
     scales = {dtype: torch.randn(256, generator=_g(rng)).to(x.device, dtype) for dtype in DTYPES}
-    results, routings, again = [], CALLS // 32, 8
-    for _ in range(routings):
+    all_scales = {dtype: of_dtype.tolist() for dtype, of_dtype in scales.items()}
+    every, listed = list(range(x.shape[0])), indices.tolist()
+    results: list[Tensor] = []
+    expert_of: list[int] = []  # of each row of the results, with its row of x and its scale
+    row_of: list[int] = []
+    scale_of: list[float] = []
+    for _ in range(CALLS // 16):
         counts = [rng.choice((0, 1, 1, 2, rng.randint(0, 9))) for _ in experts.weights]
         used, tail = sum(counts), rng.choice((0, 0, 3))
         rows = used + tail
-        offsets = torch.tensor([0, *counts] if rng.random() < 0.2 else counts).cumsum(0, dtype=torch.int32).to(x.device)
-        expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(x.device)
-        for _ in range(again):
+        ends = list(accumulate([0, *counts] if rng.random() < 0.2 else counts))
+        offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
+        expert = [i for i, count in enumerate(counts) for _ in range(count)]
+        for _ in range(8):
             begin = int(rng.random() * (256 - rows))
-            index_dtype = rng.choice((None, torch.int32, torch.int64)) if rows == len(x) else torch.int64
-            picks = torch.arange(rows, device=x.device) if index_dtype is None else indices[begin : begin + rows]
+            index_dtype = rng.choice((None, torch.int32, torch.int64)) if rows == len(every) else torch.int64
+            picks = every if index_dtype is None else listed[begin : begin + rows]
             index = None if index_dtype is None else all_picks[index_dtype][begin : begin + rows]
-            scale = scales[rng.choice(DTYPES)][begin : begin + rows] if rng.random() < 0.5 else None
+            scale_dtype = rng.choice(DTYPES) if rng.random() < 0.5 else None
+            scale = None if scale_dtype is None else scales[scale_dtype][begin : begin + rows]
             call = (rng.choice(views), *operands, experts.bias, offsets, index, scale, *arguments)
-            y = experts.op(*call)
+            y = op(*call)
             if y.shape != (rows, expected.shape[2]) or y.dtype != x.dtype:
                 raise Finding(f"y is {y.dtype}{list(y.shape)} for {rows} rows")
             if tail and y[used:].any():
                 raise Finding(f"rows outside all experts are not zero: {counts} of {rows} rows")
-            results.append((y[:used], expert, picks[:used], None if scale is None else scale[:used].double()))
+            results.append(y[:used])
+            expert_of += expert
+            row_of += picks[:used]
+            scale_of += [1.0] * used if scale_dtype is None else all_scales[scale_dtype][begin : begin + used]
             if scale is None and rng.random() < 0.1:
                 _check_gate(rng, experts, call, y)
-                _check_bits(rng, experts, x, y, counts, picks)
-    y, expert, picks = (torch.cat([result[i] for result in results]) for i in range(3))  # type: ignore[arg-type]
-    factor = torch.cat([torch.ones(len(r[0]), device=x.device) if r[3] is None else r[3] for r in results])[:, None]
-    factor = factor.double()
+                _check_bits(rng, experts, x, y, counts, torch.tensor(picks, device=x.device))
+    y, which = torch.cat(results), torch.tensor(expert_of, device=x.device)
+    picked = torch.tensor(row_of, device=x.device)
+    factor = torch.tensor(scale_of, dtype=torch.float64, device=x.device)[:, None]
     slack = torch.finfo(x.dtype).smallest_normal
-    wrong = ~((y.double() - expected[expert, picks] * factor).abs() <= allowed[expert, picks] * factor.abs() + slack)
-    wrong = torch.where(bad[picks, None], y.isfinite(), wrong)
+    error = y.double().sub_(expected[which, picked].mul_(factor)).abs_()
+    wrong = ~(error <= allowed[which, picked].mul_(factor.abs()).add_(slack))  # so that NaN is wrong
+    if bad.any():
+        wrong = torch.where(bad[picked, None], y.isfinite(), wrong)
     if wrong.any():
         at, column = wrong.nonzero()[0].tolist()
+        expert_at, row = expert_of[at], row_of[at]
         raise Finding(
-            f"{int(wrong.sum())} elements are wrong, the first for row {int(picks[at])} of x and expert "
-            f"{int(expert[at])}: y[{column}] is {y[at, column].item()}, expected "
-            f"{(expected[expert[at], picks[at], column] * factor[at]).item()}, row_scale {factor[at].item()}"
+            f"{int(wrong.sum())} elements are wrong, the first for row {row} of x and expert {expert_at}: y[{column}] "
+            f"is {y[at, column].item()}, expected {expected[expert_at, row, column].item() * scale_of[at]}, row_scale "
+            f"{scale_of[at]}"
         )
     return len(results)
 
