@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import qao
 import torch
-from fuzz import ledger, readers, workers
+from fuzz import ledger, mutations, readers, workers
 from fuzz.bases import bases
 from fuzz.operators import OPERATORS
 from qao.checkpoints import open_checkpoint, opening
@@ -43,7 +43,7 @@ def test_every_operator_is_fuzzed() -> None:
 def test_every_format_is_fuzzed(tmp_path: Path) -> None:
     formats = set()
     for name in bases():
-        for file, content in readers.contents({"base": name, "steps": []}).items():
+        for file, content in mutations.contents({"base": name, "steps": []}).items():
             (tmp_path / file).write_bytes(content)
         checkpoint = open_checkpoint(tmp_path / "model.gguf" if bases()[name].gguf else tmp_path)
         assert checkpoint.layers or checkpoint.format in ("float", "mxfp4", "gguf"), name
