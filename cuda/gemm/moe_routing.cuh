@@ -4,7 +4,6 @@
 #include "common/convert.cuh"
 #include "common/ptx.cuh"
 #include "gemm/moe_routing.h"
-#include "gemm/weight_only_params.h"
 
 namespace qao::gemm {
 
@@ -207,16 +206,6 @@ __device__ __forceinline__ const T* of_expert(const T* pointer, int expert, int6
 }
 __device__ __forceinline__ const void* of_expert(const void* pointer, int expert, int64_t bytes) {
   return of_expert(static_cast<const uint8_t*>(pointer), expert, bytes);
-}
-
-// Kernel parameters of the share's expert. The rows of y of the share are the tokens.
-__device__ __forceinline__ Int4Params params_of_expert(const Int4Params& p, const Routing& r, const Share& share) {
-  Int4Params own = p;
-  own.m = share.rows;
-  own.weight = of_expert(p.weight, share.expert, r.weight_bytes);
-  own.scales = of_expert(p.scales, share.expert, r.scales_bytes);
-  own.bias = of_expert(p.bias, share.expert, r.bias_bytes);
-  return own;
 }
 
 }  // namespace qao::gemm

@@ -21,8 +21,7 @@ struct Routing {
   const void* row_scale;  // [rows] or null
   DType row_scale_dtype;
   int64_t weight_bytes, scales_bytes, bias_bytes, sums_bytes;  // stride between experts
-  int table_at;         // offset in shared memory: int32, the row of x of each token of the CTA (sm80_mma)
-  const float* x_sums;  // [x_rows, groups] for float32 x with int4 weights and zero points, else null
+  int table_at;  // offset in shared memory: int32, the row of x of each token of the CTA (sm80_mma)
 };
 
 // Bytes of the table at `table_at`.
@@ -34,7 +33,7 @@ constexpr int token_tiles(int64_t experts, int64_t rows, int tile_m) {
   return static_cast<int>((rows + (tile_m - 1) * unfilled) / tile_m);
 }
 
-// Leaves out `table_at` and `x_sums`, which only some kernel families use.
+// Leaves out `table_at`, which only sm80_mma uses.
 inline Routing routing_of(const Problem& problem, const Plan& plan, const Experts& experts) {
   Routing r{};
   r.ends = experts.ends;

@@ -20,89 +20,29 @@ __device__ __forceinline__ Params params_of_expert(const Params& p, const Routin
   return own;
 }
 
-template <typename Product, typename Tile>
-struct Cta : sm80_mma::Cta<Product, Tile, false> {
-  using Dense = sm80_mma::Cta<Product, Tile, false>;
-  using typename Dense::EarlyRows;
-  using typename Dense::KTile;
+// See DenseRows.
+struct GatheredRows {
+  static constexpr bool kGathers = true;
 
   const Routing& r;
-  const int64_t row0;  // first row in y
-  const uint32_t table;
+  const int64_t row0;    // first row of the CTA in y
+  const uint32_t table;  // shared address: the row of x of each token
 
-  __device__ __forceinline__ Cta(const Params& params, const Routing& routing, const Share& share, const Place& at,
-                                 uint32_t shared_address)
-      : Dense(params, at, shared_address),
-        r(routing),
-        row0(share.begin + this->token0),
-        table(shared_address + routing.table_at) {}
-
-  __device__ __forceinline__ int64_t x_row(int token) const { return ptx::load_shared_int(table + token * 4); }
-
-  __device__ __forceinline__ void fetch(int stage) const {
-    const KTile to = this->k_tile_at(stage, this->k_tile);
-    this->fetch_weight(to.weight);
-    fetch_x(to);
+  template <typename Cta>
+  __device__ __forceinline__ int64_t row(const Cta&, int token) const {
+    return ptx::load_shared_int(table + token * 4);
   }
-  __device__ __forceinline__ void fetch_x(const KTile& to) const {
-    const Params& p = this->p;
-    constexpr int kChunks = Dense::kXChunks, kRowBytes = Dense::kXRowBytes;
-    const int columns = this->columns_left(), chunk = this->slice_thread % kChunks;
-    if (columns >= kTileK && p.x_aligned) {
-#pragma unroll
-      for (int i = 0; i * Dense::kXAtOnce < Tile::kM; ++i) {
-        const int token = this->slice_thread / kChunks + i * Dense::kXAtOnce;
-        if (token < this->tokens)
-          ptx::cp_async_16(to.x + swizzled<kRowBytes>(token, chunk), this->x + x_row(token) * r.x_stride);
-      }
-    } else {
-      fetch_edges(to.x, this->x, table, r.x_stride, columns, this->tokens, p.x_aligned);
+  template <typename Cta>
+  __device__ __forceinline__ void write(const Cta& cta, int, int token, int n, const Rows& rows,
+                                        float (&value)[4]) const {
+    const Epilogue& e = cta.p.epilogue;
+    finish_four<Cta::kScaled>(e, rows, cta.token_at(token), value);
+    if constexpr (Cta::kFractions) {
+      const Fractions fractions = fractions_of(cta.p);
+      if (fractions.x_sums != nullptr) add_fractions(fractions, n, cta.x_row(token), value);
     }
-    if constexpr (Dense::kInt4Weight) {
-      fetch_sums(to.tokens);
-    } else if constexpr (Dense::kBlocks && Product::kXBytes == 1) {
-      if (p.block_scales == nullptr) return;
-      for (int token = this->slice_thread; token < this->tokens; token += Tile::kSliceThreads) {
-        ptx::cp_async_4(to.tokens + token * 4, p.x_block_scales + x_row(token) * p.k_tiles + this->k_tile);
-      }
-    }
-  }
-  // As Dense::fetch_edge, for gathered rows.
-  static __device__ __noinline__ void fetch_edges(uint32_t to, const uint8_t* from, uint32_t table, int64_t stride,
-                                                  int columns, int tokens, bool aligned) {
-    using Element = std::conditional_t<Product::kXBytes == 1, uint8_t, uint16_t>;
-    const int thread = threadIdx.x % Tile::kSliceThreads, chunk = thread % Dense::kXChunks;
-#pragma unroll 1
-    for (int token = thread / Dense::kXChunks; token < tokens; token += Dense::kXAtOnce) {
-      const int64_t row = ptx::load_shared_int(table + token * 4);
-      fetch_edge_chunk<Element>(to + swizzled<Dense::kXRowBytes>(token, chunk), from + row * stride, chunk, columns,
-                                aligned);
-    }
-  }
-  __device__ __forceinline__ void fetch_sums(uint32_t to) const {
-    const Params& p = this->p;
-    if (!this->begins_group(this->k_tile)) return;
-    const int group = this->first_group(), exist = p.groups - group;
-    for (int i = this->slice_thread; i < p.tile_groups * Tile::kM; i += Tile::kSliceThreads) {
-      const int token = i % Tile::kM, g = i / Tile::kM;
-      if (token >= this->tokens) continue;
-      if (g < exist) {
-        ptx::cp_async_4(to + i * 4, p.x_sums + x_row(token) * p.groups + group + g);
-      } else {
-        ptx::store_shared_4(to + i * 4, 0);
-      }
-    }
-  }
-
-  template <typename Sums>
-  __device__ __forceinline__ void write_result(const Sums& sum, uint8_t* shared_memory, int of_pass, int,
-                                               const EarlyRows& early) const {
-    const Epilogue& e = this->p.epilogue;
-    this->add_slices(sum, shared_memory, of_pass, early, [&](int token, int n, const Rows& rows, float (&value)[4]) {
-      finish_four(e, rows, token_of(e, x_row(token)), value);
-      scale_row(r, row0 + token, value);
-      store_four(e.y, e.y_dtype, row0 + token, n, e.n, value);
-    });
+    scale_row(r, row0 + token, value);
+    store_four(e.y, e.y_dtype, row0 + token, n, e.n, value);
   }
 };
 
@@ -111,7 +51,7 @@ template <typename X, typename W, typename Tile>
 static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     sm80_mma_grouped(const __grid_constant__ Params p, const __grid_constant__ Routing r) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using OfExpert = Cta<Product<X, W>, Tile>;
+  using Cta = sm80_mma::Cta<Product<X, W>, Tile, false, GatheredRows>;
 #if __CUDA_ARCH__ >= 900
   prefetch_routing(r);
   ptx::wait_for_previous_kernel();
@@ -119,7 +59,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const TileIndex at = tile_of(r);
   const Share share = find_share<Tile::kM>(r, at.tokens);
   if (share.rows == 0) return;
-  const uint32_t address = ptx::shared_address(shared);
+  const uint32_t address = ptx::shared_address(shared), table = address + r.table_at;
   // Rows that belong to no expert become zeros
   if (share.expert == r.experts) {
     const Epilogue& e = p.epilogue;
@@ -129,10 +69,11 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     return write_zeros<Tile::kM>(share, e.y, e.y_dtype, e.n, first * kTileN, min((first + count) * kTileN, e.n));
   }
   const Params own = params_of_expert(p, r, share);
-  fill_table<Tile::kM>(r, share, address + r.table_at);
-  OfExpert cta(own, r, share, Place{at.row_block, share.token_block, 0, 0, p.parts * p.k_tiles}, address);
+  fill_table<Tile::kM>(r, share, table);
+  const GatheredRows rows{r, share.begin + static_cast<int64_t>(share.token_block) * Tile::kM, table};
+  Cta cta(own, Place{at.row_block, share.token_block, 0, 0, p.parts * p.k_tiles}, address, rows);
   cta.seek();
-  Warp<X, W, Tile, OfExpert> warp{cta};
+  Warp<X, W, Tile, Cta> warp{{}, cta};
   warp.run(shared, 0);
 }
 

@@ -4,7 +4,6 @@
 
 #include "gemm/moe_routing.h"
 #include "gemm/sm80_mma/params.h"
-#include "gemm/weight_only_params.h"
 
 namespace qao::gemm::sm80_mma::grouped {
 
@@ -19,9 +18,8 @@ using Kernel = void (*)(Params, Routing);
 Kernel kernel_sm90_of(int row, Operands operands);
 Kernel kernel_of(int row, Operands operands);
 
-// `config` is a row of grouped_weight_only_tiles.inc.
-using WeightOnlyKernel = void (*)(Int4Params, Routing);
-WeightOnlyKernel w4a16_kernel_of(int config, bool half, bool zeros);
-WeightOnlyKernel wfp4a16_kernel_of(int config, bool half, bool nvfp4);
+// `row` is one of grouped_weight_only_tiles.inc.
+Kernel w4a16_kernel_of(int row, bool half, bool zeros);
+Kernel wfp4a16_kernel_of(int row, bool half, bool nvfp4);
 
 }  // namespace qao::gemm::sm80_mma::grouped

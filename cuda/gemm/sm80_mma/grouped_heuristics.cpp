@@ -13,7 +13,6 @@
 #include "gemm/sm80_mma/heuristics.h"
 #include "gemm/sm80_mma/operands.h"
 #include "gemm/sm80_mma/tile.h"
-#include "gemm/sm80_mma/weight_only_tile.h"
 
 namespace qao::gemm::sm80_mma {
 namespace {
@@ -23,7 +22,7 @@ struct Config {
   XKind x;
   bool runs;
   int tile_n, tile_m, warps, stages, ctas_per_sm, sum_bytes;
-  std::array<int, static_cast<size_t>(Operands::kCount)> ring;  // ring bytes, by operand formats
+  std::array<int, static_cast<size_t>(Operands::kCount) + 1> ring;  // ring bytes, by operand formats; 4-bit W, float x
 };
 
 template <typename Tile>
@@ -41,6 +40,7 @@ constexpr Config config_of(int64_t most_rows, XKind x, bool runs) {
 #define QAO_OPERANDS(name, x_type, weight_type, x_bytes, x, weight, ...) Tile::ring_bytes({x_bytes, Format::weight}),
 #include "gemm/sm80_mma/operands.inc"
 #undef QAO_OPERANDS
+              Tile::ring_bytes({2, Format::kInt4}),
           }};
 }
 
@@ -57,16 +57,8 @@ std::span<const Config> configs_of(const Gpu& gpu) {
   return is_hopper(gpu) ? all.first(grouped::kGroupedTilesSm90) : all.subspan(grouped::kGroupedTilesSm90);
 }
 
-struct WeightOnlyConfig {
-  int64_t most_rows;
-  int tile_n, tile_m, warps, stages, ctas_per_sm, shared_bytes;
-};
-template <typename Tile>
-constexpr WeightOnlyConfig weight_only_config_of(int64_t most_rows) {
-  return {most_rows, Tile::kN, Tile::kM, Tile::kThreads / 32, Tile::kStages, Tile::kCtasPerSm, Tile::kSharedBytes};
-}
-constexpr WeightOnlyConfig kWeightOnlyConfigs[] = {
-#define QAO_TILE(most_rows, ...) weight_only_config_of<weight_only::Tile<__VA_ARGS__>>(most_rows),
+constexpr Config kWeightOnlyConfigs[] = {
+#define QAO_TILE(most_rows, ...) config_of<Tile<__VA_ARGS__>>(most_rows, XKind::kSixteenBits, false),
 #include "gemm/sm80_mma/grouped_weight_only_tiles.inc"
 #undef QAO_TILE
 };
@@ -77,7 +69,6 @@ int64_t rows_of_expert(int64_t experts, int64_t rows) {
   return ceil_div(rows, std::max<int64_t>(1, std::min(experts, rows)));
 }
 
-template <typename Config>
 void fill(const Config& config, int64_t experts, int64_t rows, int64_t row_tiles, const Gpu& gpu, bool runs,
           Plan* plan) {
   plan->reason = "grouped: rows of each expert, found on the GPU";
@@ -97,40 +88,11 @@ void fill(const Config& config, int64_t experts, int64_t rows, int64_t row_tiles
   plan->ctas = tiles * row_blocks;
 }
 
-Status plan_weight_only(const Problem& problem, int64_t experts, int64_t rows, const Gpu& gpu, Plan* plan) {
-  for (const WeightOnlyConfig& config : kWeightOnlyConfigs) {
-    plan->config = static_cast<int>(&config - kWeightOnlyConfigs);
-    plan->shared_bytes = config.shared_bytes + table_bytes(config.tile_m);
-    if (problem.batch_invariant && config.most_rows != kAnyM) continue;  // tiles differ in summation order
-    if (rows_of_expert(experts, rows) > config.most_rows || plan->shared_bytes > gpu.shared_bytes_per_cta) continue;
-    plan->family = Family::kSm80MmaWeightOnly;
-    plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
-    fill(config, experts, rows, int4::tiles_n(problem.n), gpu, false, plan);
-    return {};
-  }
-  return no_tile(gpu);
-}
-
-Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, const Gpu& gpu, Plan* plan) {
-  const Operands operands = operands_of(problem);
-  for (const Config& config : configs_of(gpu)) {
-    plan->config = static_cast<int>(&config - kConfigs);
-    if (problem.batch_invariant && config.most_rows != kAnyM) continue;
-    if (rows_of_expert(experts, rows) > config.most_rows || !serves(config.x, problem.x == Format::kFloat)) continue;
-    plan->family = is_hopper(gpu) ? Family::kSm90Mma : Family::kSm80Mma;
-    plan->instruction = problem.x == Format::kInt8  ? "mma.sync s8"
-                        : problem.x == Format::kFp8 ? "mma.sync f16"
-                                                    : "mma.sync";
-    const int ring = config.ring[static_cast<size_t>(operands)], table = table_bytes(config.tile_m);
-    // In a run, the next pass is fetched while the partial sums of the previous one are read.
-    const bool runs = config.runs && ring + config.sum_bytes + table <= gpu.shared_bytes_per_cta;
-    plan->sums_at = runs ? ring : 0;
-    plan->shared_bytes = (runs ? ring + config.sum_bytes : std::max(ring, config.sum_bytes)) + table;
-    if (plan->shared_bytes > gpu.shared_bytes_per_cta) continue;
-    fill(config, experts, rows, int4::tiles_n(problem.n), gpu, runs, plan);
-    return {};
-  }
-  return no_tile(gpu);
+const char* instruction_of(const Problem& problem) {
+  if (problem.x == Format::kInt8) return "mma.sync s8";
+  if (problem.x == Format::kFp8) return "mma.sync f16";
+  if (!is_packed(problem.weight)) return "mma.sync";
+  return problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
 }
 
 }  // namespace
@@ -145,13 +107,28 @@ bool supports_grouped(const Problem& problem) {
 }
 
 Status plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
-  Status status = is_float_int4(problem) || is_float_fp4(problem)
-                      ? plan_weight_only(problem, experts.count, experts.rows, gpu, plan)
-                      : plan_eight_bits(problem, experts.count, experts.rows, gpu, plan);
-  if (status.ok() && plan->ctas > INT32_MAX) {
-    return Status::error("so many rows of experts do not fit one launch", "Pass fewer at a time");
+  const bool weight_only = is_float_int4(problem) || is_float_fp4(problem);
+  const std::span<const Config> configs = weight_only ? std::span(kWeightOnlyConfigs) : configs_of(gpu);
+  for (const Config& config : configs) {
+    plan->config = static_cast<int>(&config - (weight_only ? kWeightOnlyConfigs : kConfigs));
+    if (problem.batch_invariant && config.most_rows != kAnyM) continue;  // tiles differ in summation order
+    if (rows_of_expert(experts.count, experts.rows) > config.most_rows) continue;
+    if (!serves(config.x, problem.x == Format::kFloat)) continue;
+    plan->family = weight_only ? Family::kSm80MmaWeightOnly : is_hopper(gpu) ? Family::kSm90Mma : Family::kSm80Mma;
+    plan->instruction = instruction_of(problem);
+    const int ring = config.ring[static_cast<size_t>(operands_of(problem))], table = table_bytes(config.tile_m);
+    // In a run, the next pass is fetched while the partial sums of the previous one are read.
+    const bool runs = config.runs && ring + config.sum_bytes + table <= gpu.shared_bytes_per_cta;
+    plan->sums_at = runs ? ring : 0;
+    plan->shared_bytes = (runs ? ring + config.sum_bytes : std::max(ring, config.sum_bytes)) + table;
+    if (plan->shared_bytes > gpu.shared_bytes_per_cta) continue;
+    fill(config, experts.count, experts.rows, int4::tiles_n(problem.n), gpu, runs, plan);
+    if (plan->ctas > INT32_MAX) {
+      return Status::error("so many rows of experts do not fit one launch", "Pass fewer at a time");
+    }
+    return {};
   }
-  return status;
+  return no_tile(gpu);
 }
 
 }  // namespace qao::gemm::sm80_mma

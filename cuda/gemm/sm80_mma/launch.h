@@ -9,8 +9,8 @@
 
 namespace qao::gemm::sm80_mma {
 
-// Adds partial sums of `splits` CTAs, in a fixed order, and writes y.
-Status reduce(const Epilogue& of_partials, int splits, cudaStream_t stream);
+// Adds partial sums of the splits of K, in a fixed order, and writes y.
+Status reduce(const Params& params, cudaStream_t stream);
 
 inline Status launch_kernel(Kernel kernel, const Problem& problem, const Plan& plan, const Arguments& arguments,
                             const X& x, void* stream_handle) {
@@ -30,7 +30,7 @@ inline Status launch_kernel(Kernel kernel, const Problem& problem, const Plan& p
   }
   Status status = qao::launch_kernel(launch, "launching sm80_mma", kernel, params);
   if (!status.ok() || layout.partials < 0) return status;
-  return reduce(params.epilogue, plan.split_k, stream);
+  return reduce(params, stream);
 }
 
 }  // namespace qao::gemm::sm80_mma

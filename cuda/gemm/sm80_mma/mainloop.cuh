@@ -1,20 +1,32 @@
 // Portable GEMM kernel: mma.sync with swap-AB.
 // Weights are the 16-row operand and tokens the 8-column one. It supports all operators and every M. Tile shapes are
-// the rows of tiles.inc and tiles_sm90.inc.
+// the rows of tiles.inc and tiles_sm90.inc; with a float x and 4-bit W, of weight_only_tiles.inc.
 #pragma once
 
 #include "gemm/sm80_mma/load.cuh"
 
 namespace qao::gemm::sm80_mma {
 
-constexpr int kSteps = kTileK / 32;  // k-steps per K-tile
+constexpr int kSteps = 4;  // k-steps per K-tile
+
+// Float x with 4-bit W: this lane's words of a K-tile of W, one per k-step, and two k-steps of x if a warp has 8
+// tokens. An empty base otherwise, since even unused members change the compiled code.
+template <int tiles_n, bool weight_only>
+struct WeightOnlyRegisters {};
+template <int tiles_n>
+struct WeightOnlyRegisters<tiles_n, true> {
+  uint4 words[tiles_n];
+  uint32_t x_words[4];
+};
 
 // One warp of a CTA. Without scales along K, tensor cores accumulate over all of K, exactly (int32) or about as float32
 // does. Otherwise the sums of a K-tile or group are scaled and promoted to float32 sums.
-template <typename X, typename W, typename Tile, typename CtaOfWarp>
-struct Warp {
+template <typename X, typename W, typename TileOfWarp, typename CtaOfWarp>
+struct Warp : WeightOnlyRegisters<TileOfWarp::kTilesN, CtaOfWarp::kWeightOnly> {
   using Product = sm80_mma::Product<X, W>;
+  using Tile = TileOfWarp;
   using Cta = CtaOfWarp;
+  using Codes = typename Cta::Codes;
   static constexpr bool quantizes = Cta::kQuantizes;
   static constexpr bool kScalesX = std::is_same_v<X, __nv_bfloat16> && std::is_same_v<W, Fp8> && Tile::kScalesX;
   using Math = std::conditional_t<kScalesX, sm80_mma::Product<__half, Fp8>, Product>;
@@ -23,6 +35,10 @@ struct Warp {
   using Value = typename Product::Sum;
   static constexpr bool kPacked = is_packed(Product::kWeight), kBlocks = may_have_blocks(Product::kWeight);
   static constexpr bool kFolds = kPacked || kBlocks;  // always; otherwise only for the parts of a float32 x
+  static constexpr bool kWeightOnly = Cta::kWeightOnly;
+  // Where registers are short: all slices walk as many K-tiles, which counts in a uniform register, and words of W are
+  // loaded late. Others, and gathered rows with zero points, take fewer instructions without.
+  static constexpr bool kFewRegisters = kWeightOnly && Tile::kTilesM == 4 && !(Cta::kGathers && Cta::kFractions);
 
   Cta& cta;
   typename Cta::template Sums<Value> product;
@@ -32,9 +48,13 @@ struct Warp {
 
   // B operands of k-step `step` for all tokens of the warp.
   using StepX = uint32_t[Tile::kTilesM][Product::kMmas][2];
-  __device__ __forceinline__ void load_x(uint32_t x, int step, StepX& b) const {
+  __device__ __forceinline__ void load_x(uint32_t x, int step, StepX& b) {
     const int first = cta.warp_m * Tile::kTilesM * 8;
-    if constexpr (Product::kXBytes == 2) {
+    if constexpr (kWeightOnly && Tile::kTilesM == 1) {
+      uint32_t (&two)[4] = this->x_words;
+      if (step % 2 == 0) ptx::ldmatrix_x4(two, x + swizzled<128>(first + cta.lane % 8, 2 * step + cta.lane / 8));
+      Product::x({two[step % 2 * 2], two[step % 2 * 2 + 1]}, b[0]);
+    } else if constexpr (Product::kXBytes == 2 && !kWeightOnly) {
 #pragma unroll
       for (int j = 0; j < Tile::kTilesM; ++j) {
 #pragma unroll
@@ -66,12 +86,28 @@ struct Warp {
     if constexpr (kPacked) return Product::kCentred;
     return false;
   }();
+  // Whether the conversion of W depends on the group.
+  static constexpr bool kConvertsByGroup = [] {
+    if constexpr (kWeightOnly) return Product::kConvertsByGroup;
+    return kCentred;
+  }();
 
-  // Loads and converts the A operand of k-step `step` of n-tile i.
-  __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, const centred::Codes& codes,
+  __device__ __forceinline__ void load_words(uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTilesN; ++i) {
+      const int row_tile = i * Tile::kWarpsN + cta.warp_n;
+      this->words[i] = ptx::load_shared_16(stage + row_tile * Cta::kWeightTileBytes + cta.lane * 16);
+    }
+  }
+
+  // Loads and converts the A operand of k-step `step` of n-tile i. `fractions`: zero points are not whole.
+  __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, const Codes& codes, bool fractions,
                                               uint32_t (&a)[Product::kMmas][4]) {
     const int row_tile = i * Tile::kWarpsN + cta.warp_n;
-    if constexpr (kPacked) {
+    if constexpr (kWeightOnly) {
+      const uint4& of = this->words[i];
+      Product::weight(step == 0 ? of.x : step == 1 ? of.y : step == 2 ? of.z : of.w, codes, fractions, a);
+    } else if constexpr (kPacked) {
       const uint2 words = ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes + step / 2 * int4::kTileBytes +
                                              cta.lane * 16 + step % 2 * 8);
       if constexpr (kCentred) {
@@ -114,18 +150,15 @@ struct Warp {
   }
 
   template <int first_step, int steps>
-  __device__ __forceinline__ void multiply(const KTile& tile) {
+  __device__ __forceinline__ void multiply(const KTile& tile, const Codes (&codes)[Tile::kTilesN]) {
     StepX scaled[kScalesX ? kSteps : 1];
     if constexpr (kScalesX) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_x(tile.x, step, scaled[step]);
       scale_x(scaled);
     }
-    centred::Codes codes[Tile::kTilesN];
-    if constexpr (kCentred) {
-#pragma unroll
-      for (int i = 0; i < Tile::kTilesN; ++i) codes[i] = cta.read_codes(tile.weight, first_step / steps, i);
-    }
+    bool fractions = false;
+    if constexpr (kWeightOnly && kConvertsByGroup) fractions = Product::any_fraction(codes, cta.p.parts);
 #pragma unroll
     for (int step = first_step; step < first_step + steps; ++step) {
       StepX read;
@@ -134,7 +167,7 @@ struct Warp {
 #pragma unroll
       for (int i = 0; i < Tile::kTilesN; ++i) {
         uint32_t a[Product::kMmas][4];
-        load_weight(tile.weight, step, i, codes[i], a);
+        load_weight(tile.weight, step, i, codes[i], fractions, a);
 #pragma unroll
         for (int j = 0; j < Tile::kTilesM; ++j) {
 #pragma unroll
@@ -218,17 +251,42 @@ struct Warp {
     }
   }
 
+  // Promotes one group of a float x with 4-bit W: sum += scale * product.
+  __device__ __forceinline__ void fold_scaled(const KTile& tile, int group, const Codes (&codes)[Tile::kTilesN]) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTilesN; ++i) {
+      const Codes of = kConvertsByGroup ? codes[i] : cta.read_codes(tile.weight, group, i);
+#pragma unroll
+      for (int j = 0; j < Tile::kTilesM; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[i][j][e] += of.scale[e / 2] * product[i][j][e];
+      }
+    }
+  }
+
   template <int first_step, int steps>
   __device__ __forceinline__ void multiply_group(const KTile& tile, bool zeros) {
+    Codes codes[Tile::kTilesN];
+    if constexpr (kConvertsByGroup) {
+#pragma unroll
+      for (int i = 0; i < Tile::kTilesN; ++i) codes[i] = cta.read_codes(tile.weight, first_step / steps, i);
+    }
+    if constexpr (kFewRegisters && first_step == 0) load_words(tile.weight);
     clear_product();
-    multiply<first_step, steps>(tile);
-    fold_group(tile, first_step / steps, zeros);
+    multiply<first_step, steps>(tile, codes);
+    if constexpr (kWeightOnly) {
+      fold_scaled(tile, first_step / steps, codes);
+    } else {
+      fold_group(tile, first_step / steps, zeros);
+    }
   }
 
   template <int tile_groups>
   __device__ __forceinline__ void multiply_k_tile(const KTile& tile, int k_tile) {
+    Codes none[Tile::kTilesN];  // not read
+    if constexpr (kWeightOnly && !kFewRegisters) load_words(tile.weight);
     if constexpr (!kFolds) {
-      multiply<0, kSteps>(tile);
+      multiply<0, kSteps>(tile, none);
       // Tensor cores truncate long sums. A float32 y (x in parts) would show that; a 16-bit y does not.
       if (Product::kXBytes == 2 && cta.p.parts > 1) {
         fold_block(tile);
@@ -236,7 +294,7 @@ struct Warp {
       }
     } else if constexpr (kBlocks) {
       clear_product();
-      multiply<0, kSteps>(tile);
+      multiply<0, kSteps>(tile, none);
       fold_block(tile);
     } else if constexpr (tile_groups == 1) {
       multiply_group<0, 4>(tile, cta.begins_group(k_tile));
@@ -256,7 +314,7 @@ struct Warp {
     if constexpr (quantizes) cta.bring_x();
 #pragma unroll
     for (int i = 0; i < Tile::kStages - 1; ++i) {
-      if (cta.row_tiles > 0) cta.fetch(i);
+      if (Cta::kOnePass ? cta.step < cta.steps : cta.row_tiles > 0) cta.fetch(i);
       ptx::cp_async_commit();
       cta.advance();
     }
@@ -266,16 +324,18 @@ struct Warp {
   // Mainloop of one pass: this slice's K-tiles from `step` on. Leaves in `step` the first K-tile of the next pass.
   template <int tile_groups>
   __device__ __forceinline__ void walk(int& step, int& stage_now, int& stage_ahead) {
-    for (; step < cta.steps; step += Tile::kWarpsK) {
+    const int all = (cta.steps + Tile::kWarpsK - 1) / Tile::kWarpsK;
+    for (int i = 0; kFewRegisters ? i < all : step < cta.steps; ++i, step += Tile::kWarpsK) {
       ptx::cp_async_wait<Tile::kStages - 2>();
       cta.sync_slice();  // this stage has arrived in all threads, and all have read the previous one
-      if (cta.row_tiles > 0) cta.fetch(stage_ahead);
+      if (Cta::kOnePass ? cta.step < cta.steps : cta.row_tiles > 0) cta.fetch(stage_ahead);
       ptx::cp_async_commit();
       cta.advance();
       const int k_tile = cta.begin + step;
       const KTile tile = cta.k_tile_at(stage_now, k_tile);
       stage_ahead = stage_now;
       stage_now = stage_now + 1 == Tile::kStages ? 0 : stage_now + 1;
+      if (kFewRegisters && step >= cta.steps) continue;
       multiply_k_tile<tile_groups>(tile, k_tile);
     }
     step -= cta.steps;
@@ -304,6 +364,7 @@ struct Warp {
         }
       }
     }
+    if constexpr (kWeightOnly) Product::finish(*this);
   }
 
   // Runs all passes of the CTA.
@@ -313,9 +374,11 @@ struct Warp {
     for (int pass = 0, passes = cta.passes(); pass < passes; ++pass) {
       const typename Cta::EarlyRows rows(cta, pass);
       clear();
-      if (!kPacked || cta.p.tile_groups == 1) {
+      if constexpr (Cta::kGroups > 0) {
+        walk<Cta::kGroups>(step, stage_now, stage_ahead);
+      } else if (!kPacked || cta.p.tile_groups == 1) {
         walk<1>(step, stage_now, stage_ahead);
-      } else if (cta.p.tile_groups == 2) {
+      } else if (kWeightOnly || cta.p.tile_groups == 2) {
         walk<2>(step, stage_now, stage_ahead);
       } else {
         walk<4>(step, stage_now, stage_ahead);
@@ -345,7 +408,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   ptx::wait_for_previous_kernel();
   if (p.next_early) ptx::launch_dependents();
 #endif
-  Warp warp{cta};
+  Warp warp{{}, cta};
   warp.run(shared, at.split);
 }
 

@@ -11,17 +11,17 @@
 
 namespace qao::gemm::sm80_mma {
 
-// Sets the groups of an int4 weight, counted in K-tiles.
+// Sets the groups of a 4-bit weight, counted in K-tiles.
 inline void set_groups(const Problem& problem, const Arguments& arguments, const X& x, Params* p) {
   p->group_scales = static_cast<const uint8_t*>(arguments.scales);
   p->x_sums = x.sums;
-  p->groups = static_cast<int>(problem.groups());
+  p->groups = static_cast<int>(scale_rows(problem));
   p->group_bytes = group_bytes(problem);
   p->scale_dtype = problem.scale_dtype;
   p->has_zeros = problem.has_zeros;
   p->tile_groups = tile_groups_of(problem);
   p->scale_chunk_shift = log2_of(p->tile_groups * p->group_bytes / 16);
-  p->group_shift = p->groups == 1 ? 30 : problem.group_size <= kTileK ? 0 : 1;  // groups of 256 are two K-tiles
+  p->group_shift = p->groups == 1 ? 30 : log2_of(problem.group_size / tile_columns(problem));
 }
 
 inline Epilogue epilogue_of(const Problem& problem, const Arguments& arguments) {
@@ -33,7 +33,7 @@ inline Epilogue epilogue_of(const Problem& problem, const Arguments& arguments) 
     e.x_scales = arguments.x_scales;
     e.x_scale_stride = problem.x_scaling == Scaling::kRow ? 1 : 0;
   }
-  if (problem.weight != Format::kInt4 && !blocks) {
+  if (!is_packed(problem.weight) && !blocks) {
     e.scales = static_cast<const float*>(arguments.scales);
     e.scale_stride = problem.weight_scaling == Scaling::kRow ? 1 : 0;
   }
@@ -57,9 +57,10 @@ inline Params params_of(const Problem& problem, const Plan& plan, const Argument
   p.m = problem.m;
   p.n = static_cast<int>(problem.n);
   p.k = static_cast<int>(problem.k);
-  p.x_columns = problem.weight == Format::kInt4 ? static_cast<int>(int4::tiles_k(problem.k) * int4::kTileK) : p.k;
+  const bool tile_order = problem.weight == Format::kInt4 && problem.x != Format::kFloat;
+  p.x_columns = tile_order ? static_cast<int>(int4::tiles_k(problem.k) * int4::kTileK) : p.k;
   p.row_tiles = static_cast<int>(int4::tiles_n(problem.n));
-  p.k_tiles = static_cast<int>((problem.k + kTileK - 1) / kTileK);
+  p.k_tiles = static_cast<int>(ceil_div(problem.k, tile_columns(problem)));
   p.parts = x.parts;
   p.part_stride = x.part_stride * x_bytes;
   p.x_aligned = x.aligned;
@@ -76,7 +77,7 @@ inline Params params_of(const Problem& problem, const Plan& plan, const Argument
     p.prefetch_bytes = static_cast<int>(std::min<int64_t>(row_bytes, plan.prefetch_bytes));
     p.prefetch_rows = plan.prefetch_bytes / p.prefetch_bytes;
   }
-  if (problem.weight == Format::kInt4) {
+  if (is_packed(problem.weight)) {
     set_groups(problem, arguments, x, &p);
   } else if (problem.weight_scaling == Scaling::kBlock) {
     p.block_scales = static_cast<const float*>(arguments.scales);

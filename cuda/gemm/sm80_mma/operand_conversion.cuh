@@ -5,6 +5,8 @@
 //   4-bit W   two words of 16 columns each: row g in the low nibbles, row g + 8 in the high ones
 //   8-bit x   two words: token g, columns as in W
 //   16-bit x  four words, columns 4t..4t+3 and 16 + 4t..
+// weight_only_int4.cuh and weight_only_fp4.cuh: 4-bit W with a float x. k-steps have 16 columns, and W one word.
+//
 // The columns of a k-step may be summed in any order, so words are multiplied without reordering: it suffices that each
 // byte of W meets its byte of x.
 #pragma once
@@ -182,6 +184,21 @@ template <typename T>
 struct Product<T, Fp8> : FloatX<T, Fp8> {
   static constexpr Format kWeight = Format::kFp8;
 };
+
+// What Cta::read_codes() gives: integer zero points, or what a float x with 4-bit W needs of a group.
+template <typename Product>
+struct CodesOf {
+  using Type = centred::Codes;
+};
+template <typename Product>
+  requires requires { typename Product::Codes; }
+struct CodesOf<Product> {
+  using Type = typename Product::Codes;
+};
+
+// Groups per K-tile where the format of W fixes them, else 0.
+template <typename Product>
+inline constexpr int kGroupsOfKTile = 0;
 
 // Whether the conversion of W loses NaN, which must then be restored in the sums.
 template <typename X, typename W>

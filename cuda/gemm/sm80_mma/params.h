@@ -28,13 +28,13 @@ struct Epilogue {
 };
 
 struct Params {
-  const uint8_t* x;       // [m, parts * part_stride]; an int4 weight: quantize::Order::kInt4Tiles
+  const uint8_t* x;       // [m, parts * part_stride]; 8 bits with an int4 weight: quantize::Order::kInt4Tiles
   int64_t x_stride;       // bytes
-  const uint8_t* weight;  // [n, k], or packed int4
+  const uint8_t* weight;  // [n, k], or packed int4 or fp4
   int64_t m;
   int n, k;
-  int x_columns;           // columns in memory: k, or rounded up to 64 with an int4 weight
-  int row_tiles, k_tiles;  // of the whole weight: of 16 rows, of kTileK columns
+  int x_columns;           // columns in memory: k, or rounded up to 64 for Order::kInt4Tiles
+  int row_tiles, k_tiles;  // of the whole weight: of 16 rows, of OperandBytes::columns()
   int parts;               // 3 if x is a float32 split into bfloat16 parts, side by side; else 1
   int64_t part_stride;     // bytes
   bool x_aligned, weight_aligned;
@@ -45,14 +45,14 @@ struct Params {
   int sum_places;      // buffers of partial sums: 1, or 2 in alternation
   int prefetch_rows, prefetch_bytes;  // of W (int4: of 16 rows each), for the L2 prefetch; a multiple of 16
 
-  // int4 weights.
+  // int4 and fp4 weights.
   const uint8_t* group_scales;  // packed scales and zero points
-  const float* x_sums;          // [m, groups]
-  int groups;
-  int tile_groups;        // groups per K-tile: 4, 2 or 1
-  int group_shift;        // tile_groups == 1: K-tile t lies in group t >> group_shift
-  int group_bytes;        // scales and zeros of one group of 16 rows
-  int scale_chunk_shift;  // log2 of the 16-byte chunks of scales and zeros per K-tile and 16 rows
+  const float* x_sums;          // [m, groups]; float x: only of a float32 x, and with zero points
+  int groups;                   // rows of scales: NVFP4 has more than groups
+  int tile_groups;              // groups per K-tile: 4, 2 or 1
+  int group_shift;              // tile_groups == 1: K-tile t lies in group t >> group_shift
+  int group_bytes;              // scales and zeros of one group of 16 rows
+  int scale_chunk_shift;        // log2 of the 16-byte chunks of scales and zeros per K-tile and 16 rows
   DType scale_dtype;
   bool has_zeros;
 
@@ -72,6 +72,10 @@ struct Params {
 };
 
 using Kernel = void (*)(Params);
+
+// Float x with 4-bit W: the kernel of a row of weight_only_tiles.inc. `zeros`: it applies zero points.
+Kernel w4a16_kernel_of(int row, bool half, bool zeros);
+Kernel wfp4a16_kernel_of(int row, bool half, bool nvfp4);
 
 // Rows of tiles_sm90.inc; rows of tiles.inc follow. Config::index counts through both.
 constexpr int kTilesSm90 = 0

@@ -9,9 +9,13 @@
 
 namespace qao::gemm::sm80_mma {
 
-// Groups of an int4 weight per K-tile.
+// Columns of a K-tile, and groups of a 4-bit weight in it.
+inline int tile_columns(const Problem& problem) {
+  return OperandBytes{problem.x == Format::kFloat ? 2 : 1, problem.weight}.columns();
+}
 inline int tile_groups_of(const Problem& problem) {
-  return problem.groups() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, kTileK / problem.group_size));
+  const int64_t columns = tile_columns(problem);
+  return problem.groups() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, columns / problem.group_size));
 }
 
 inline ResidentX resident_of(const Problem& problem) {

@@ -6,10 +6,13 @@
 
 namespace qao::gemm::sm80_mma {
 
-Status reduce(const Epilogue& of_partials, int splits, cudaStream_t stream) {
-  Epilogue last = of_partials;
+Status reduce(const Params& params, cudaStream_t stream) {
+  Epilogue last = params.epilogue;
   last.partials = nullptr;
-  sm80_mma_reduce<<<blocks_of(last.m * ((last.n + 3) / 4), 256), 256, 0, stream>>>(of_partials.partials, splits, last);
+  const Fractions fractions = fractions_of(params);
+  const auto kernel = fractions.x_sums != nullptr ? sm80_mma_reduce<true> : sm80_mma_reduce<false>;
+  kernel<<<blocks_of(last.m * ((last.n + 3) / 4), 256), 256, 0, stream>>>(params.epilogue.partials, params.split_k,
+                                                                          last, fractions);
   return launch_status("launching sm80_mma_reduce");
 }
 

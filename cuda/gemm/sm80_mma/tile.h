@@ -35,7 +35,7 @@ inline int split_of(int64_t tiles, int64_t room, int64_t k_tiles, int64_t pipeli
   return static_cast<int>(std::clamp<int64_t>(std::min(room / tiles, k_tiles / pipeline), 1, 32));
 }
 
-constexpr int kTileK = 128;    // columns of a K-tile: 128 bytes of an 8-bit row, two packed int4 tiles
+constexpr int kTileK = 128;    // columns of a K-tile (but see OperandBytes): 128 bytes of an 8-bit row, two int4 tiles
 constexpr int kMaxGroups = 4;  // groups of 32 in a K-tile
 
 // Shared-memory limit of a CTA on every GPU with fp8 mma.sync.
@@ -46,16 +46,20 @@ struct OperandBytes {
   int x_bytes;
   Format weight;
 
-  constexpr int weight_tile() const { return kTileN * kTileK / (is_packed(weight) ? 2 : 1); }
+  // Float x with 4-bit W: a K-tile is one packed tile, 128 bytes of a row of x.
+  constexpr bool weight_only() const { return is_packed(weight) && x_bytes == 2; }
+  constexpr int columns() const { return weight_only() ? int4::kTileK : kTileK; }  // of a K-tile
+
+  constexpr int weight_tile() const { return kTileN * columns() / (is_packed(weight) ? 2 : 1); }
   // Scales and zeros of 16 rows; for fp8 weights the scale of their block. Parameters of the tokens follow, which are
   // read in pairs.
   constexpr int weight_parameters(int row_tiles) const {
-    if (is_packed(weight)) return row_tiles * kMaxGroups * 2 * kTileN * 4;
+    if (is_packed(weight)) return row_tiles * (kMaxGroups * columns() / kTileK) * 2 * kTileN * 4;
     return may_have_blocks(weight) ? (row_tiles + 1) / 2 * 8 : 0;
   }
   // Per-token parameters: sums of x for the zero points; with fp8 weights, block scales of x.
   constexpr int token_parameters(int tokens) const {
-    if (x_bytes == 0) return 0;
+    if (x_bytes == 0 || weight_only()) return 0;
     return is_packed(weight) ? kMaxGroups * tokens * 4 : may_have_blocks(weight) && x_bytes == 1 ? tokens * 4 : 0;
   }
 };
@@ -136,7 +140,7 @@ struct Tile : Shape<warps_n, warps_m, warps_k, tiles_n, tiles_m, stages, ctas_pe
   // A stage of a slice: W, x, parameters of the rows and of the tokens of one K-tile. The stages of all slices are
   // contiguous.
   static constexpr int weight_bytes(OperandBytes operands) { return Base::kRowTiles * operands.weight_tile(); }
-  static constexpr int x_bytes(OperandBytes operands) { return Base::kM * kTileK * operands.x_bytes; }
+  static constexpr int x_bytes(OperandBytes operands) { return Base::kM * operands.columns() * operands.x_bytes; }
   static constexpr int stage_bytes(OperandBytes operands) {
     const int bytes = weight_bytes(operands) + x_bytes(operands) + operands.weight_parameters(Base::kRowTiles) +
                       operands.token_parameters(Base::kM);

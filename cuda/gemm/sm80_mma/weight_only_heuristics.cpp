@@ -5,7 +5,7 @@
 #include "gemm/arch.h"
 #include "gemm/problem.h"
 #include "gemm/sm80_mma/heuristics.h"
-#include "gemm/sm80_mma/weight_only_tile.h"
+#include "gemm/sm80_mma/tile.h"
 #include "gemm/sm90_ws/heuristics.h"
 
 namespace qao::gemm::sm80_mma::weight_only {
@@ -30,7 +30,7 @@ constexpr Config config_of(int index, int64_t max_m, bool one_wave) {
           Tile::kThreads / 32,
           Tile::kStages,
           Tile::kCtasPerSm,
-          Tile::kSharedBytes};
+          std::max(Tile::ring_bytes({2, Format::kInt4}), Tile::kTokenSumBytes * Tile::kM)};
 }
 
 constexpr int64_t kAnyM = INT64_MAX;
