@@ -10,7 +10,7 @@ namespace qao::gemm::sm80_mma {
 
 struct Fractions {
   const void* scales;   // packed
-  const float* x_sums;  // [m, groups]; null: there are none
+  const float* x_sums;  // [m, groups]; null: no fractions
   int groups;
   DType scale_dtype;
 };

@@ -1,12 +1,13 @@
 // Operand conversion and epilogue shared by the skinny-GEMM kernels.
-// Namespaces name where x lives: `ring_x` streams it through the ring (mainloop_ring_x.cuh), `smem` keeps it in
-// shared memory (mainloop_smem_x.cuh), `tma_x` loads it there with TMA (mainloop_tma_x.cuh).
+// Namespaces name where x lives: `ring_x` streams it through the ring (ring_x.cuh), `smem` keeps it in shared memory
+// (smem_x.cuh), `tma_x` loads it there with TMA (tma_x.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "common/convert.cuh"
+#include "common/fp4.cuh"
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
 #include "gemm/sm90_skinny/kernels.h"
@@ -23,17 +24,29 @@ constexpr float kUnitOf = 0x1p33f;
 template <>
 constexpr float kUnitOf<__half> = 0x1p24f;
 constexpr float kUnit = kUnitOf<__nv_bfloat16>;
-constexpr float kFp4Unit = 0x1p26f;   // for codes placed by common/fp4.cuh
-constexpr int kPrefetchBytes = 8192;  // of weights per n-tile
+constexpr float kFp4Unit = 0x1p26f;  // for codes placed by common/fp4.cuh
 
 constexpr uint32_t kScaleX = 0x71807180;  // 2^100
 __device__ __forceinline__ uint32_t scale_x(uint32_t pair, uint32_t by = kScaleX) {
   return Half<__nv_bfloat16>::multiply_add(pair, by, 0x80008000);
 }
 
-// Converts a word of packed weights to the 16-row MMA operand, its bytes as subnormal numbers (see
-// mainloop_ring_x.cuh).
+// Converts a word to four pairs, as fp4::small_pair(). One integer multiplication moves the magnitude and the sign of a
+// code at once, since they do not overlap. That takes fewer instructions, and fewer of them on the logic pipe.
+__device__ __forceinline__ void small_pairs(uint32_t word, uint32_t (&pairs)[4]) {
+  constexpr int kShift = fp4::Place<__nv_bfloat16>::kShift;
+  constexpr uint32_t kBits = 0x80008000u | 0x00070007u << kShift;
+  constexpr uint32_t kFirst = 1u << kShift | 1u << 12, kSecond = kFirst >> 4;
+  const uint32_t rest = word >> 8;
+  pairs[0] = (word & 0x000F000Fu) * kFirst & kBits, pairs[1] = (word & 0x00F000F0u) * kSecond & kBits;
+  pairs[2] = (rest & 0x000F000Fu) * kFirst & kBits, pairs[3] = (rest & 0x00F000F0u) * kSecond & kBits;
+}
+
+// Converts a word of packed weights to the 16-row MMA operand: fp4 codes as small numbers, bytes of int4 as subnormal
+// numbers (see mma_ring_x.cuh).
+template <bool fp4>
 __device__ __forceinline__ void make_operand(uint32_t word, uint32_t (&a)[4]) {
+  if constexpr (fp4) return small_pairs(word, a);
   const uint32_t odd = __byte_perm(word, 0, 0x4341);
   a[0] = word & 0x000F000F, a[1] = word & 0x00FF00FF, a[2] = odd & 0x000F000F, a[3] = odd;
 }
@@ -78,11 +91,10 @@ __device__ __forceinline__ void divide_rows(const Params& p, const uint8_t* scal
   for (int e = 0; e < 4; ++e) value[e] /= divisor[e];
 }
 
-// Recomputes four rows of a token in plain float32, by one warp. `X` reads a token of x; `Cut` is RingXParams,
-// SmemXParams or TmaXParams.
-template <typename X, typename Cut>
-__device__ __noinline__ float4 exact(const Params& p, const Cut& d, const uint8_t* weight, const uint8_t* scales, int n,
-                                     int token) {
+// Recomputes four rows of a token in plain float32, by one warp. `X` reads a token of x.
+template <typename X>
+__device__ __noinline__ float4 exact(const Params& p, const Partition& d, const uint8_t* weight, const uint8_t* scales,
+                                     int n, int token) {
   const int lane = threadIdx.x % 32;
   const X values{p, token};
   float sum[4] = {};
@@ -110,9 +122,9 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, const uint8_
 
 // The whole warp recomputes each lane's value that is not finite. A separate function keeps this rare case out of the
 // instruction cache.
-template <typename X, typename Cut>
-__device__ __noinline__ float4 repaired(const Params& p, const Cut& d, const uint8_t* weight, const uint8_t* scales,
-                                        int n, int token, uint32_t lanes, float4 value) {
+template <typename X>
+__device__ __noinline__ float4 repaired(const Params& p, const Partition& d, const uint8_t* weight,
+                                        const uint8_t* scales, int n, int token, uint32_t lanes, float4 value) {
   for (; lanes != 0; lanes &= lanes - 1) {
     const int from = __ffs(lanes) - 1;
     const float4 again =
@@ -121,16 +133,16 @@ __device__ __noinline__ float4 repaired(const Params& p, const Cut& d, const uin
   }
   return value;
 }
-template <typename X, typename Cut>
-__device__ __forceinline__ void repair(const Params& p, const Cut& d, const uint8_t* weight, const uint8_t* scales,
-                                       int n, int token, float (&value)[4]) {
+template <typename X>
+__device__ __forceinline__ void repair(const Params& p, const Partition& d, const uint8_t* weight,
+                                       const uint8_t* scales, int n, int token, float (&value)[4]) {
   const uint32_t wrong = __ballot_sync(kAllLanes, !isfinite(value[0] + value[1] + value[2] + value[3]));
   if (wrong == 0) return;
   const float4 v = repaired<X>(p, d, weight, scales, n, token, wrong, {value[0], value[1], value[2], value[3]});
   value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
 }
-template <typename X = GivenX<__nv_bfloat16>, typename Cut>
-__device__ __forceinline__ void repair(const Params& p, const Cut& d, int n, int token, float (&value)[4]) {
+template <typename X = GivenX<__nv_bfloat16>>
+__device__ __forceinline__ void repair(const Params& p, const Partition& d, int n, int token, float (&value)[4]) {
   repair<X>(p, d, p.weight, p.scales, n, token, value);
 }
 

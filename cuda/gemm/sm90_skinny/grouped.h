@@ -1,4 +1,4 @@
-// Tiles, parameters and signatures of grouped GEMMs on the kernels of mainloop_ring_x.cuh and mainloop_tma_x.cuh.
+// Tiles, parameters and signatures of grouped GEMMs on the kernels of ring_x.cuh and tma_x.cuh.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace qao::gemm::sm90_skinny {
 
-using GroupedRingXTile = RingXTile<1, 4, 12, 1>;
-constexpr RingXConfig kGroupedRingX = ring_x_config<GroupedRingXTile>(4);
+using GroupedRingXTile = Tile<8, 4, 12, 4>;
+constexpr RingXConfig kGroupedRingX = config_of<GroupedRingXTile>();
 
 // Parameters for dividing the token tiles of a routing among CTAs. Only the device knows the number of tiles.
 struct Spread {
@@ -39,10 +39,10 @@ QAO_HOST_DEVICE int sharing(const Spread& s, int tiles) {
   return best;
 }
 
-// Tiles of mainloop_tma_x.cuh for grouped GEMMs. The first that fits is used, depending on K.
-using GroupedTmaXTiles = std::tuple<TmaXTile<5, 8, 2, 16>, TmaXTile<3, 8, 2, 12>>;
-constexpr TmaXConfig kGroupedTmaX[] = {tma_x_config<std::tuple_element_t<0, GroupedTmaXTiles>>(),
-                                       tma_x_config<std::tuple_element_t<1, GroupedTmaXTiles>>()};
+// Tiles of tma_x.cuh for grouped GEMMs. The first that fits is used, depending on K.
+using GroupedTmaXTiles = std::tuple<Tile<16, 5, 8, 2>, Tile<12, 3, 8, 2>>;
+constexpr TmaXConfig kGroupedTmaX[] = {config_of<std::tuple_element_t<0, GroupedTmaXTiles>>(),
+                                       config_of<std::tuple_element_t<1, GroupedTmaXTiles>>()};
 using GroupedTmaXKernel = void (*)(Int4Params, TmaXParams, Routing, Spread);
 GroupedTmaXKernel grouped_tma_x_kernel(int config, bool zeros, bool half);
 inline bool grouped_tma_x_params(const Problem& problem, int config, int room, TmaXParams* to, int* shared_bytes) {

@@ -1,9 +1,9 @@
-// Work distribution of the grouped skinny-GEMM kernels: parts of a CTA, and their rows of x.
+// Work distribution of the grouped skinny-GEMM kernels: parts of a CTA, their rows of x and their epilogue.
 #pragma once
 
 #include "gemm/moe_routing.cuh"
-#include "gemm/sm90_skinny/epilogue.cuh"
 #include "gemm/sm90_skinny/grouped.h"
+#include "gemm/sm90_skinny/mainloop.cuh"
 
 namespace qao::gemm::sm90_skinny {
 
@@ -57,5 +57,38 @@ __device__ __forceinline__ void for_each_part(const Params& p, const Routing& r,
     __syncthreads();  // shared memory may be reused
   }
 }
+
+// CTA of a dense kernel that runs a part.
+template <typename Base>
+struct Grouped : Base {
+  using Base::d, Base::p, Base::scales, Base::weight;
+  using Tile = typename Base::Tile;
+  static constexpr int kTokens = Tile::kTokens;
+  const Routing& r;
+  const void* const bias;
+  const int64_t row0;  // first row in y
+
+  template <typename Cut>
+  __device__ __forceinline__ Grouped(const Params& params, const Cut& cut, const Routing& routing, const Part& part,
+                                     uint32_t shared)
+      : Base(params, cut, shared), r(routing), bias(part.bias), row0(part.row0) {
+    weight = part.weight, scales = part.scales;
+    this->tokens = part.tokens, this->row_tile0 = part.row_tile0, this->row_tiles = part.row_tiles;
+  }
+  __device__ __forceinline__ int passes() const { return (this->row_tiles + Tile::kTilesN - 1) / Tile::kTilesN; }
+  // Row of x of token `lane`.
+  __device__ __forceinline__ int row_of_lane() const {
+    return static_cast<int>(x_row(r, row0 + min(this->lane, this->tokens - 1)));
+  }
+
+  __device__ __forceinline__ void finish(const Quad& at, float (&value)[4]) const {
+    repair<GatheredX<kTokens>>(p, d, weight, scales, at.n, at.token, value);
+    if (!at.exists) return;
+    if constexpr (Base::kFp4) divide_rows(p, scales, at.n, value);
+    add_bias(p, bias, at.n, value);
+    scale_row(r, row0 + at.token, value);
+    store_rows<__nv_bfloat16>(p.y, p.n, at.n, row0 + at.token, value);
+  }
+};
 
 }  // namespace qao::gemm::sm90_skinny

@@ -108,7 +108,7 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
-// Largest number of bfloat16 tokens for which mainloop_smem_x.cuh was measured to be faster. It grows with the n-tiles
+// Largest number of bfloat16 tokens for which smem_x.cuh was measured to be faster. It grows with the n-tiles
 // per SM. 3, 5 and 6 n-tiles fill its passes of three or two better than the ring's passes of four. Fewer than 3, and 4
 // or 8, which fill the ring's passes, need more K-steps.
 int64_t most_smem_x_tokens(const Problem& problem, const Gpu& gpu) {

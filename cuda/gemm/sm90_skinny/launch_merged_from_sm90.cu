@@ -1,33 +1,25 @@
 // Launch and instantiations of sm90_skinny_smem_x_merged: several int4 weights, one x.
 #include "gemm/sm90_skinny/launch.h"
-#include "gemm/sm90_skinny/mainloop_smem_x.cuh"
+#include "gemm/sm90_skinny/smem_x.cuh"
+#include "gemm/sm90_skinny/static_dispatch.h"
 
 namespace qao::gemm::sm90_skinny {
 namespace {
 
-template <typename Tile, int groups, bool zeros>
-MergedKernel of() {
-  using T = __nv_bfloat16;
-  constexpr int kScaleBytes = step_scale_bytes(groups, zeros, DType::kBFloat16);
-  if constexpr (scale_chunks(Tile::kTilesN, kScaleBytes) > kSmemXChunks) {
-    return nullptr;
-  } else {
-    return &smem::sm90_skinny_smem_x_merged<Tile, T, smem::Product<Tile, T, groups, zeros, DType::kBFloat16>>;
-  }
-}
-
-template <typename Tile, bool zeros>
-MergedKernel of(int groups) {
-  return groups == 1 ? of<Tile, 1, zeros>() : groups == 2 ? of<Tile, 2, zeros>() : of<Tile, 4, zeros>();
-}
-
 template <typename Tile>
 MergedKernel of(int groups, bool has_zeros) {
-  return has_zeros ? of<Tile, true>(groups) : of<Tile, false>(groups);
+  return variant(groups, has_zeros, DType::kBFloat16, [&]<int count, bool zeros, DType dtype>() -> MergedKernel {
+    if constexpr (dtype != DType::kBFloat16 ||
+                  scale_chunks(Tile::kTilesN, step_scale_bytes(count, zeros, dtype)) > kSmemXChunks) {
+      return nullptr;
+    } else {
+      return &smem::sm90_skinny_smem_x_merged<smem::Mma<Tile, __nv_bfloat16, count, zeros, dtype>>;
+    }
+  });
 }
 
 constexpr MergedKernel (*kKernels[])(int, bool) = {
-#define QAO_SMEM_X(...) &of<SmemXTile<__VA_ARGS__>>,
+#define QAO_SMEM_X(...) &of<Tile<__VA_ARGS__>>,
 #include "gemm/sm90_skinny/tiles_smem_x.inc"
 #undef QAO_SMEM_X
 };

@@ -1,6 +1,6 @@
 // Launch of sm90_skinny_ring_x, and its instantiations for int4 weights.
 #include "gemm/sm90_skinny/launch.h"
-#include "gemm/sm90_skinny/mainloop_ring_x.cuh"
+#include "gemm/sm90_skinny/ring_x.cuh"
 #include "gemm/sm90_skinny/static_dispatch.h"
 
 namespace qao::gemm::sm90_skinny {
@@ -9,12 +9,12 @@ namespace {
 template <typename Tile>
 RingXKernel of(int groups, bool has_zeros, DType scale_dtype) {
   return variant(groups, has_zeros, scale_dtype, [&]<int count, bool zeros, DType dtype>() -> RingXKernel {
-    return &ring_x::sm90_skinny_ring_x<Tile, ring_x::Ring<Tile, count, zeros, dtype>>;
+    return &ring_x::sm90_skinny_ring_x<ring_x::Mma<Tile, count, zeros, dtype>>;
   });
 }
 
 constexpr RingXKernel (*kKernels[])(int, bool, DType) = {
-#define QAO_RING_X(stages, ...) &of<RingXTile<__VA_ARGS__>>,
+#define QAO_RING_X(...) &of<Tile<__VA_ARGS__>>,
 #include "gemm/sm90_skinny/tiles_ring_x.inc"
 #undef QAO_RING_X
 };

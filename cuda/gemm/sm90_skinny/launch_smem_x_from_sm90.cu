@@ -1,6 +1,6 @@
 // Launch of sm90_skinny_smem_x, and its instantiations for int4 weights.
 #include "gemm/sm90_skinny/launch.h"
-#include "gemm/sm90_skinny/mainloop_smem_x.cuh"
+#include "gemm/sm90_skinny/smem_x.cuh"
 #include "gemm/sm90_skinny/static_dispatch.h"
 
 namespace qao::gemm::sm90_skinny {
@@ -9,18 +9,18 @@ namespace {
 template <typename Tile>
 SmemXKernel of(bool half_x, int groups, bool has_zeros, DType scale_dtype) {
   return variant(groups, has_zeros, scale_dtype, [&]<int count, bool zeros, DType dtype>() -> SmemXKernel {
-    using smem::Product, smem::sm90_skinny_smem_x;
+    using smem::Mma, smem::sm90_skinny_smem_x;
     if constexpr (scale_chunks(Tile::kTilesN, step_scale_bytes(count, zeros, dtype)) > kSmemXChunks) {
       return nullptr;
     } else {
-      if (half_x) return &sm90_skinny_smem_x<Tile, __half, Product<Tile, __half, count, zeros, dtype>>;
-      return &sm90_skinny_smem_x<Tile, __nv_bfloat16, Product<Tile, __nv_bfloat16, count, zeros, dtype>>;
+      if (half_x) return &sm90_skinny_smem_x<Mma<Tile, __half, count, zeros, dtype>>;
+      return &sm90_skinny_smem_x<Mma<Tile, __nv_bfloat16, count, zeros, dtype>>;
     }
   });
 }
 
 constexpr SmemXKernel (*kKernels[])(bool, int, bool, DType) = {
-#define QAO_SMEM_X(...) &of<SmemXTile<__VA_ARGS__>>,
+#define QAO_SMEM_X(...) &of<Tile<__VA_ARGS__>>,
 #include "gemm/sm90_skinny/tiles_smem_x.inc"
 #undef QAO_SMEM_X
 };

@@ -1,16 +1,16 @@
 // Launch and instantiations of sm90_skinny_tma_x.
 #include "common/tensor_map.h"
 #include "gemm/sm90_skinny/launch.h"
-#include "gemm/sm90_skinny/mainloop_tma_x.cuh"
+#include "gemm/sm90_skinny/tma_x.cuh"
 
 namespace qao::gemm::sm90_skinny {
 namespace {
 
 template <typename Tile, typename T>
 constexpr TmaXKernel of_x(bool zeros, bool half) {
-  using tma_x::sm90_skinny_tma_x;
-  if (zeros) return half ? &sm90_skinny_tma_x<Tile, T, true, true> : &sm90_skinny_tma_x<Tile, T, true, false>;
-  return half ? &sm90_skinny_tma_x<Tile, T, false, true> : &sm90_skinny_tma_x<Tile, T, false, false>;
+  using tma_x::Mma, tma_x::sm90_skinny_tma_x;
+  if (zeros) return half ? &sm90_skinny_tma_x<Mma<Tile, T, true, true>> : &sm90_skinny_tma_x<Mma<Tile, T, true, false>>;
+  return half ? &sm90_skinny_tma_x<Mma<Tile, T, false, true>> : &sm90_skinny_tma_x<Mma<Tile, T, false, false>>;
 }
 template <typename Tile>
 constexpr TmaXKernel of(bool half_x, bool zeros, bool half) {
@@ -18,7 +18,7 @@ constexpr TmaXKernel of(bool half_x, bool zeros, bool half) {
 }
 
 constexpr TmaXKernel (*kKernels[])(bool, bool, bool) = {
-#define QAO_TMA_X(...) &of<TmaXTile<__VA_ARGS__>>,
+#define QAO_TMA_X(...) &of<Tile<__VA_ARGS__>>,
 #include "gemm/sm90_skinny/tiles_tma_x.inc"
 #undef QAO_TMA_X
 };

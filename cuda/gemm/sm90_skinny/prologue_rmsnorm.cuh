@@ -1,4 +1,4 @@
-// Prologue of mainloop_smem_x.cuh: loads x to shared memory, plain or through RMSNorm.
+// Prologue of smem_x.cuh: loads x to shared memory, plain or through RMSNorm.
 // The layout is [K-step][token][kTokenBytes], scaled bfloat16.
 //
 // With RMSNorm the GEMM's input is RMSNorm(x + residual) * norm_weight. Every CTA computes all of it. Shared memory

@@ -9,7 +9,7 @@ GroupedRingXKernel grouped_ring_x_kernel(int groups, bool has_zeros, DType scale
     if constexpr (scale_chunks(GroupedRingXTile::kTilesN, step_scale_bytes(count, zeros, dtype)) > kPlainChunks) {
       return nullptr;
     } else {
-      return &ring_x::sm90_skinny_grouped_ring_x<GroupedRingXTile, ring_x::Ring<GroupedRingXTile, count, zeros, dtype>>;
+      return &ring_x::sm90_skinny_grouped_ring_x<ring_x::Mma<GroupedRingXTile, count, zeros, dtype>>;
     }
   });
 }

@@ -1,13 +1,12 @@
 // Instantiations of grouped_ring_x.cuh for fp4 weights.
 #include "gemm/sm90_skinny/grouped_ring_x.cuh"
-#include "gemm/sm90_skinny/mma_fp4_ring_x.cuh"
 
 namespace qao::gemm::sm90_skinny {
 
 GroupedRingXKernel fp4_grouped_ring_x_kernel(int groups) {
-  using ring_x::Fp4Ring, ring_x::sm90_skinny_grouped_ring_x;
-  return groups == 8 ? &sm90_skinny_grouped_ring_x<GroupedRingXTile, Fp4Ring<GroupedRingXTile, 8>>
-                     : &sm90_skinny_grouped_ring_x<GroupedRingXTile, Fp4Ring<GroupedRingXTile, 4>>;
+  using ring_x::Fp4Mma, ring_x::sm90_skinny_grouped_ring_x;
+  return groups == 8 ? &sm90_skinny_grouped_ring_x<Fp4Mma<GroupedRingXTile, 8>>
+                     : &sm90_skinny_grouped_ring_x<Fp4Mma<GroupedRingXTile, 4>>;
 }
 
 }  // namespace qao::gemm::sm90_skinny

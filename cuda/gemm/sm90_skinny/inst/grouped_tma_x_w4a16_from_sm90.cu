@@ -4,11 +4,13 @@
 namespace qao::gemm::sm90_skinny {
 namespace {
 
+template <typename Tile, bool zeros, bool half>
+constexpr GroupedTmaXKernel kOf = &tma_x::sm90_skinny_grouped_tma_x<tma_x::Mma<Tile, __nv_bfloat16, zeros, half>>;
+
 template <typename Tile>
 GroupedTmaXKernel kernel_of(bool zeros, bool half) {
-  using tma_x::sm90_skinny_grouped_tma_x;
-  if (zeros) return half ? &sm90_skinny_grouped_tma_x<Tile, true, true> : &sm90_skinny_grouped_tma_x<Tile, true, false>;
-  return half ? &sm90_skinny_grouped_tma_x<Tile, false, true> : &sm90_skinny_grouped_tma_x<Tile, false, false>;
+  if (zeros) return half ? kOf<Tile, true, true> : kOf<Tile, true, false>;
+  return half ? kOf<Tile, false, true> : kOf<Tile, false, false>;
 }
 
 }  // namespace
