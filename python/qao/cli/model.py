@@ -102,11 +102,11 @@ def load_tokenizer(args: argparse.Namespace, path: str) -> Any:
     _check_config(path, file)
     transformers = _transformers()
     options: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
-    try:
-        if file.suffix == ".gguf":
-            from ..checkpoints.gguf.tokenizer import load_tokenizer as of_file
+    if file.suffix == ".gguf":
+        from ..checkpoints import load_tokenizer as of_file
 
-            return of_file(file)
+        return of_file(file)
+    try:
         return transformers.AutoTokenizer.from_pretrained(str(file if file.is_dir() else file.parent), **options)
     except Exception as error:  # transformers raises many types if there is no readable tokenizer
         raise Failure(f"{path}: transformers cannot read its tokenizer: {one_line(error)}") from error

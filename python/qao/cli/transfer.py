@@ -241,5 +241,5 @@ def _files_in(folder: Path, directory: Path) -> Iterator[Path]:
 def _tokenizer_of_gguf(model: Path, directory: Path) -> None:
     try:
         load_tokenizer(model).save_pretrained(str(directory))
-    except Exception as error:  # transformers supports few GGUF tokenizers; the weights are usable without one
+    except Exception as error:  # the weights are usable without one
         warnings.warn(f"no tokenizer was written: {one_line(error)}", stacklevel=2)

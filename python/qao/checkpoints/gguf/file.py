@@ -26,7 +26,7 @@ from ..base import CheckpointError
 TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)}
 TYPES |= {number: (name, *BLOCKS[number]) for name, number in GGUF_NUMBERS.items()}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
-_STRING, _ARRAY = 8, 9
+STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_PARTS = 1 << 12
 _MAX_ELEMENTS = 1 << 24  # per array; ten times the largest vocabulary
@@ -36,11 +36,12 @@ _SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor entry: length of the n
 
 
 class Array(NamedTuple):
-    """An array in the metadata. Elements of long ones, and strings, are not read."""
+    """An array in the metadata. Elements of long ones, and strings, are read by ``read_elements`` alone."""
 
     value_type: int
     length: int
     values: tuple[Any, ...] | None = None
+    begin: int = 0  # offset of the first element in the file
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,28 @@ def open_gguf(path: str | Path) -> GgufFile | GgufParts:
     return GgufParts([path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)])
 
 
-class _Cursor:
-    """A bounds-checked cursor from the start of the file to its end."""
+def read_elements(path: Path, array: Array) -> list[Any]:
+    """All elements of an array in the metadata of the file, or of the first file of a model in parts.
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path, self.at, self.size = data, path, 0, len(data)
+    Raises:
+        CheckpointError: a string is not UTF-8.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data, path, array.begin)
+        if array.value_type != STRING:
+            layout = struct.Struct(f"<{array.length}{_SCALARS[array.value_type]}")
+            return list(layout.unpack_from(data, cursor.skip(layout.size)))
+        try:
+            return [cursor.string() for _ in range(array.length)]
+        except UnicodeDecodeError as error:
+            raise cursor.error(f"a string is not UTF-8 ({error.reason})") from error
+
+
+class _Cursor:
+    """A bounds-checked cursor from an offset in the file to its end."""
+
+    def __init__(self, data: mmap.mmap, path: Path, at: int = 0) -> None:
+        self.data, self.path, self.at, self.size = data, path, at, len(data)
 
     def error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}, at byte {self.at}. Is the file complete? Download it again")
@@ -163,7 +181,7 @@ class _Cursor:
         return count
 
     def value(self, kind: int) -> Any:
-        if kind == _STRING:
+        if kind == STRING:
             return self.string()
         if kind == _ARRAY:
             return self.array()
@@ -173,20 +191,21 @@ class _Cursor:
 
     def array(self) -> Array:
         kind = self.number("I")
-        if kind != _STRING and kind not in _SCALARS:
+        if kind != STRING and kind not in _SCALARS:
             raise self.error(f"an array of elements of type {kind}")
-        size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
+        size = 8 if kind == STRING else struct.calcsize(_SCALARS[kind])
         count = self.count_of("elements of an array", size)
         if count > _MAX_ELEMENTS:
             raise self.error(f"an array of {count} elements; at most {_MAX_ELEMENTS} are allowed")
-        if kind == _STRING:
+        begin = self.at
+        if kind == STRING:
             for _ in range(count):
                 self.skip(self.number("Q"))
-            return Array(kind, count)
+            return Array(kind, count, begin=begin)
         if count <= _MAX_READ:
-            return Array(kind, count, tuple(self.number(_SCALARS[kind]) for _ in range(count)))
+            return Array(kind, count, tuple(self.number(_SCALARS[kind]) for _ in range(count)), begin)
         self.skip(count * size)
-        return Array(kind, count)
+        return Array(kind, count, begin=begin)
 
 
 def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
