@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ LOCAL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
 }
 GEMMA3 = {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD, "num_hidden_layers": 7}
-LONG = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
+LONG = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
 DEEPSEEK = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
     **{"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2},
@@ -198,6 +199,16 @@ KEYS = {
 }
 
 
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """As transformers 5 has them; version 4 spreads them over the configuration."""
+    if hasattr(config, "rope_parameters"):
+        return config.rope_parameters  # type: ignore[no-any-return]
+    scaling = getattr(config, "rope_scaling", None) or {}
+    flat = {"rope_type": scaling.get("type", "default"), "rope_theta": config.rope_theta, **scaling}
+    names = ("partial_rotary_factor", "original_max_position_embeddings")
+    return flat | {name: getattr(config, name) for name in names if hasattr(config, name) and name not in flat}
+
+
 def scores(config: Any) -> dict[str, Any]:
     return {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}
 
@@ -205,11 +216,14 @@ def scores(config: Any) -> dict[str, Any]:
 def mla_keys(config: Any) -> dict[str, Any]:
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     keys = {"attention.head_count_kv": 1, "attention.key_length": latent + rope, "attention.value_length": latent}
-    keys |= {"attention.key_length_mla": config.qk_head_dim, "attention.value_length_mla": config.v_head_dim}
+    keys |= {
+        "attention.key_length_mla": config.qk_nope_head_dim + rope,
+        "attention.value_length_mla": config.v_head_dim,
+    }
     keys |= {"attention.kv_lora_rank": latent, "attention.q_lora_rank": config.q_lora_rank}
     keys |= scores(config) if config.model_type == "deepseek_v3" else {"expert_gating_func": 1}
-    if "mscale_all_dim" in config.rope_parameters:
-        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope_parameters["mscale_all_dim"]
+    if "mscale_all_dim" in (scaling := rope_parameters(config)):
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
     return keys
 
 
@@ -238,7 +252,7 @@ def gemma4_keys(config: Any) -> dict[str, Any]:
 
 
 def mistral3_keys(config: Any) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope = rope_parameters(config)
     if config.model_type != "ministral3":  # Mistral Small 3
         return {}
     scale, temperature = rope["mscale_all_dim"], rope["llama_4_scaling_beta"]
@@ -262,7 +276,7 @@ def ernie_keys(config: Any) -> dict[str, Any]:
 def window_keys(config: Any) -> dict[str, Any]:
     if not getattr(config, "sliding_window", None):
         return {}
-    local = config.rope_parameters.get("sliding_attention")
+    local = rope_parameters(config).get("sliding_attention")
     theta = {"rope.freq_base_swa": local["rope_theta"]} if local else {}
     return theta | {"attention.sliding_window_pattern": [one == "sliding_attention" for one in config.layer_types]}
 
@@ -382,6 +396,10 @@ CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
 
 def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
     """Small, with random weights, norms and biases."""
+    if name.split()[0] not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name.split()[0]}")
+    if "rope_parameters" in changes and transformers.__version__ < "5":
+        pytest.skip("transformers 4 has one kind of rotary embeddings")
     torch.manual_seed(0)
     settings = copy.deepcopy(SIZES | dict(changes))  # transformers changes dictionaries in them
     config = transformers.AutoConfig.for_model(name.split()[0], **settings)
@@ -395,13 +413,32 @@ def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+def stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts as transformers 5 has them; version 4 has a module for each, and other names for Granite's."""
+    made: dict[str, Tensor] = {}
+    experts: dict[str, dict[str, list[Tensor]]] = {}
+    for name, tensor in state.items():
+        found = re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", name)
+        if found:
+            stem = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.get(found[2], found[2])
+            experts.setdefault(found[1], {}).setdefault(stem, []).append(tensor)
+        else:
+            granite = name.replace("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj")
+            granite = granite.replace("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj")
+            made[granite.replace("router.layer.", "router.")] = tensor
+    for name, parts in experts.items():
+        gate, up, down = (torch.stack(parts[one]) for one in ("w1", "w3", "w2"))
+        made |= {f"{name}.gate_up_proj": torch.cat((gate, up), 1), f"{name}.down_proj": down}
+    return made
+
+
 def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
     """Tensors of the model by name in the file, as llama.cpp converts them."""
     layers = model.config.num_hidden_layers + 1  # type: ignore[union-attr, operator]
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names, made = gguf.get_tensor_name_map(arch, layers), {}
     change = CHANGED.get(architecture, lambda name, tensor, config: {name: tensor})
-    changed = [change(name, tensor, model.config) for name, tensor in model.state_dict().items()]
+    changed = [change(name, tensor, model.config) for name, tensor in stacked(model.state_dict()).items()]
     for name, tensor in (pair for one in changed for pair in one.items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:  # type: ignore[union-attr]
             continue
@@ -468,7 +505,7 @@ def write(
         elif value is not None:
             writer.add_array(f"{architecture}.{key}", value)
     writer.add_tokenizer_model("none")
-    rope = config.rope_parameters
+    rope = rope_parameters(config)
     inner = rope.get("full_attention", rope)
     share = inner.get("partial_rotary_factor", 1.0)
     if inner["rope_type"] == "proportional":
@@ -542,6 +579,23 @@ def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
             assert written.fields[key].contents() == pytest.approx(field.contents()), key
 
 
+def test_a_model_that_transformers_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an older version would: a clear error, not its list of all models."""
+    path = write(tmp_path / "model.gguf", float_model("llama", {}), "llama")
+    monkeypatch.delitem(transformers.CONFIG_MAPPING._mapping, "llama")
+    with pytest.raises(CheckpointError, match="model.gguf: transformers .* has no model of type 'llama': pip install"):
+        qao.from_pretrained(path, dequantize=True)
+
+
+def test_rotary_embeddings_that_transformers_4_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ignore them, and compute wrong numbers."""
+    architecture, changes = MODELS["olmo3 thetas"]
+    path = write(tmp_path / "model.gguf", float_model("olmo3 thetas", changes), architecture)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
+    with pytest.raises(CheckpointError, match="of several kinds, which transformers 4.57.6 does not have: pip install"):
+        qao.from_pretrained(path, dequantize=True)
+
+
 # What llama.cpp lacks or does differently: changes of config.json, or a reason to skip.
 DIFFERENT: dict[str, dict[str, Any] | str] = {
     "olmoe": {"num_key_value_heads": HEADS},
@@ -566,7 +620,7 @@ def test_llama_cpp(name: str, tmp_path: Path) -> None:
         pytest.skip(different)
     model: Any = float_model(name, changes | different)
     path = str(write(tmp_path / "model.gguf", model, architecture))
-    rope = model.config.rope_parameters
+    rope = rope_parameters(model.config)
     betas = {f"yarn_beta_{name}": rope.get(f"beta_{name}", value) for name, value in (("fast", 32.0), ("slow", 1.0))}
     theirs = llama_cpp.Llama(path, n_ctx=64, logits_all=True, verbose=False, type_k=0, type_v=0, **betas)
     ids = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
@@ -608,6 +662,8 @@ def test_blocks_of_experts(name: str, layers: int, tmp_path: Path, monkeypatch: 
         expected, logits, rounded = (one(ids).logits for one in (floats, model, made))
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert 0 < (rounded - expected).norm() <= 0.2 * expected.norm()
+    if transformers.__version__ < "5":  # it has a module for each expert
+        return
     for one in (model, made):
         assert sum(isinstance(module, QuantExperts) for module in one.modules()) == layers
 
@@ -618,7 +674,10 @@ def test_old_files_of_deepseek(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def keys(config: Any) -> dict[str, Any]:
         made = mla_keys(config) | {"attention.head_count_kv": HEADS, "attention.key_length_mla": None}
-        made |= {"attention.value_length_mla": None, "attention.key_length": config.qk_head_dim}
+        made |= {
+            "attention.value_length_mla": None,
+            "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        }
         return made | {"attention.value_length": config.v_head_dim}
 
     monkeypatch.delitem(CHANGED, "deepseek2")

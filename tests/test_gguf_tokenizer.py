@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import warnings
@@ -13,7 +14,7 @@ import pytest
 import qao
 import torch
 from qao.checkpoints import CheckpointError, load_tokenizer
-from qao.checkpoints.gguf.architectures import ARCHITECTURES
+from qao.checkpoints.gguf.architectures import ARCHITECTURES, ROWS
 from qao.cli import main
 
 gguf: Any = pytest.importorskip("gguf")
@@ -79,6 +80,21 @@ def test_every_architecture(architecture: str, vocabulary: Any, tmp_path: Path) 
     assert tokenizer.decode(tokenizer(TEXTS[0])["input_ids"]) == TEXTS[0]
     assert tokenizer.eos_token_id == 1
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+@pytest.mark.parametrize("model_type", ROWS)
+def test_saved_tokenizers(model_type: str, vocabulary: Any, tmp_path: Path) -> None:
+    """transformers loads what qao convert saves, as it is. With Qwen's models, version 5 splits as Qwen does."""
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    architecture, row = ROWS[model_type]
+    pre = {"qwen2": "qwen2", "qwen35": "qwen35", "qwen35moe": "qwen35"}.get(architecture, "deepseek-v3")
+    tokenizer = load_tokenizer(write(tmp_path / "model.gguf", *vocabulary, architecture=architecture, pre=pre))
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [row.cls]}))
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert all(again(text)["input_ids"] == tokenizer(text)["input_ids"] for text in TEXTS)
+    assert (again.eos_token_id, again.chat_template) == (1, tokenizer.chat_template)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -234,7 +250,9 @@ def saved(folder: Path, vocabulary: Any) -> Path:
     return folder / "model.gguf"
 
 
-def test_the_commands(vocabulary: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands(
+    vocabulary: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """generate and chat read the file, and convert writes the tokenizer that transformers loads."""
     path = saved(tmp_path / "model", vocabulary)
     tokenizer, model = load_tokenizer(path), qao.from_pretrained(path, dtype=torch.float32)
@@ -246,6 +264,9 @@ def test_the_commands(vocabulary: Any, tmp_path: Path, capsys: pytest.CaptureFix
     for more in ([], ["--chat"]):
         assert main(["generate", str(path), "the 42 items", *options, "--json", *more]) == 0
         assert json.loads(capsys.readouterr().out)["text"] == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO("the 42 items\n"))
+    assert main(["chat", str(path), *options, "--no-compile"]) == 0
+    assert expected in capsys.readouterr().out
     assert main(["convert", str(path), str(tmp_path / "out"), "--quiet"]) == 0
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in TEXTS:

@@ -51,13 +51,14 @@ COMBINATIONS = (
     Versions("3.13", ">=2.15", "==5.24.*"),
     Versions("3.14", ">=2.15", ">=5.24"),
 )
-PACKAGES = ("pytest>=9", "pytest-xdist>=3.5", "numpy", "accelerate", "cloudpickle", "peft", "psutil")
+PACKAGES = ("pytest>=9", "pytest-xdist>=3.5", "numpy", "accelerate", "cloudpickle", "gguf", "peft", "psutil")
 # What another version can break: operators as torch sees them, layers, compilers, files and models.
 CORE = (
     *("test_schemas.py", "test_features.py", "test_linear.py", "test_modes.py", "test_state.py", "test_autograd.py"),
     *("test_quantize.py", "test_schemes.py", "test_compile.py", "test_export.py", "test_inductor.py"),
     *("test_inductor_models.py", "test_saving.py", "test_corpus.py", "test_from_pretrained.py", "test_quantizer.py"),
     *("test_models.py", "test_peft.py", "test_training.py", "test_deprecations.py"),
+    *("test_gguf_models.py", "test_gguf_tokenizer.py", "test_gguf_write.py"),
 )
 SHOW = """
 import json, platform, torch, transformers

@@ -12,7 +12,8 @@ from . import autoround, awq, fp8, gptq, modelopt, native, torchao
 from .base import Checkpoint, CheckpointError
 from .compressed_tensors import read
 from .files import PICKLES, SafetensorsCheckpoint, TensorFiles, is_index, read_json
-from .gguf.read import GgufCheckpoint, stacks_experts
+from .gguf.read import GgufCheckpoint
+from .gguf.rows import stacks_experts
 from .mxfp4 import Mxfp4Checkpoint
 from .settings import Settings
 

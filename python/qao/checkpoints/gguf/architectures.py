@@ -7,6 +7,7 @@ graphs (src/models). Mistral's and Mixtral's models have the architecture "llama
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from .rows import (
     Sizes,
     Stem,
     expert_stems,
+    stacks_experts,
     unchanged,
     without,
 )
@@ -148,6 +150,14 @@ _GRANITE_MOE = {
     "ffn_up_exps": Stem("block_sparse_moe.experts", "e x h", ()),
     "ffn_down_exps": Stem("block_sparse_moe.experts", "e h x", ("down_proj",), Made("e h x", unchanged, stacked=True)),
 }
+_GRANITE_MOE_4 = {  # names of transformers 4
+    "ffn_gate_inp": Stem("block_sparse_moe.router.layer", "e h"),
+    "ffn_gate_exps": Stem("block_sparse_moe.input_linear", "e x h", ("weight",), STACKED),
+    "ffn_up_exps": Stem("block_sparse_moe.input_linear", "e x h", ()),
+    "ffn_down_exps": Stem(
+        "block_sparse_moe.output_linear", "e h x", ("weight",), Made("e h x", unchanged, stacked=True)
+    ),
+}
 GRANITE_MOE = Architecture(
     "granitemoe",
     "GraniteMoeForCausalLM",
@@ -211,11 +221,16 @@ _CACHE = Entry("conv_L_cache", "shortconv.l_cache")
 _ERNIE_BIAS = {"use_bias": "attn_q.bias"}
 
 
+def _granite_moe(file: Metadata) -> Architecture:
+    row = GRANITE_MOE_SHARED if file.has_key(SHARED_KEY) else GRANITE_MOE
+    return row if stacks_experts() else replace(row, stems={**row.stems, **_GRANITE_MOE_4})
+
+
 # Rows for files of one architecture that are different models of transformers.
 VARIANTS: dict[str, Callable[[Metadata], Architecture]] = {
     "llama": lambda file: MIXTRAL if file.has_key("expert_count") else LLAMA,
     "mistral3": lambda file: MINISTRAL3 if file.has_key("attention.temperature_scale") else LLAMA,
-    "granitemoe": lambda file: GRANITE_MOE_SHARED if file.has_key(SHARED_KEY) else GRANITE_MOE,
+    "granitemoe": _granite_moe,
     "olmo2": lambda file: OLMO3 if file.has_key(WINDOW.key) else OLMO2,
     "deepseek2": lambda file: DEEPSEEK_V3 if is_sigmoid(file) else DEEPSEEK_V2,
 }

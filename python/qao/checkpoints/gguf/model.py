@@ -324,7 +324,7 @@ class Model:
         about, kind = self.architecture, self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
         if all(name in self._file.tensors for name in LONG_FACTORS.values()):
             factors = {key: self.divisors(name, rotated).tolist() for key, name in LONG_FACTORS.items()}
-            return {"rope_type": "longrope", **factors}
+            return {"type": "longrope", **factors}  # transformers 4 takes no other keys
         if kind == "linear":
             return {"rope_type": "linear", "factor": self.number("rope.scaling.factor", kind=float)}
         if kind == "yarn":

@@ -19,8 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -242,15 +241,6 @@ class GgufCheckpoint(Checkpoint):
 
     def _where(self, info: TensorInfo) -> str:
         return f"{self._file.path}: tensor {info.name}"
-
-
-@cache  # reads the files of an installed package
-def stacks_experts() -> bool:
-    """Whether models hold all experts of a layer in one tensor, as those of transformers 5 do."""
-    try:
-        return int(version("transformers").partition(".")[0]) >= 5
-    except PackageNotFoundError:
-        return True
 
 
 def _check_known(info: TensorInfo, where: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +65,15 @@ class Metadata(Protocol):
     def rows(self, name: str) -> int: ...
     def divisors(self, name: str, rotated: int) -> Tensor: ...
     def error(self, what: str) -> Exception: ...
+
+
+@cache  # reads the files of an installed package
+def stacks_experts() -> bool:
+    """Whether models hold all experts of a layer in one tensor, as those of transformers 5 do."""
+    try:
+        return int(version("transformers").partition(".")[0]) >= 5
+    except PackageNotFoundError:
+        return True
 
 
 BIASED = {"attention_bias": "attn_q.bias"}

@@ -113,7 +113,11 @@ def _content(path: Path) -> _Content:
     path, metadata = file.path, file.metadata
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama", "gemma4"):
-        what = "the file has none" if kind is None else f"its kind is {kind!r}, not 'gpt2', 'llama' or 'gemma4'"
+        what = (
+            "the file has none"
+            if kind in (None, "none", "no_vocab")
+            else f"its kind is {kind!r}, not 'gpt2', 'llama' or 'gemma4'"
+        )
         raise _error(path, what)
     tokens = _elements(path, metadata, "tokens", strings=True)
     if not tokens:

@@ -135,7 +135,8 @@ def _rope(config: Any) -> dict[str, Any]:
     """Parameters of rotary embeddings, as in version 5 of transformers; Gemma 3: of layers with full attention."""
     found = getattr(config, "rope_parameters", None)
     if found is None:  # version 4
-        found = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
+        scaling = getattr(config, "rope_scaling", None) or {}
+        found = {"rope_type": scaling.get("type", "default"), "rope_theta": config.rope_theta, **scaling}
     return dict(found.get("full_attention", found))
 
 

@@ -19,7 +19,7 @@ from ...schemes import Fp4WeightOnly, Scheme
 from .config import QaoConfig
 from .lazy_state import LazyValue, lazy_state
 from .loading import Unfit
-from .model_class import CODE, HUB, concrete_class, configuration, dtype_of, kept_gguf_types, model_class
+from .model_class import CODE, HUB, check_known, concrete_class, configuration, dtype_of, kept_gguf_types, model_class
 
 _Schemes = Scheme | Mapping[str, Scheme | None]
 
@@ -287,7 +287,8 @@ def _from_checkpoint(
     request: _Request, local: Path, quantization: QaoConfig | None, dequantize: bool, options: dict[str, Any]
 ) -> Any:
     from ...checkpoints import open_checkpoint
-    from ...checkpoints.gguf.read import GgufCheckpoint, stacks_experts
+    from ...checkpoints.gguf.read import GgufCheckpoint
+    from ...checkpoints.gguf.rows import stacks_experts
     from ...checkpoints.opening import open_to_quantize
 
     opened, standard = _weights(local, options)
@@ -364,6 +365,8 @@ def _from_state(
     wants_info, renaming = options.pop("output_loading_info", False), options.pop("key_mapping", None) or {}
     adapter = {key: options.pop(key) for key in ("adapter_name", "adapter_kwargs") if key in options}
     directory = local if local.is_dir() else local.parent
+    if local.suffix == ".gguf" and options.get("config") is None:
+        check_known(checkpoint.config, str(local))
     config, options = configuration(checkpoint.config, str(directory), options, code, local.suffix != ".gguf")
     if options.get("tie_word_embeddings") is None and getattr(config, "tie_word_embeddings", False):
         _check_tied(config, checkpoint)

@@ -58,6 +58,21 @@ def configuration(
     return config, rest
 
 
+def check_known(content: dict[str, Any], where: str) -> None:
+    """Raise CheckpointError if the configuration, made from a GGUF file, is beyond this version of transformers."""
+    import transformers
+
+    from ...checkpoints import CheckpointError
+
+    installed, remedy = f"transformers {transformers.__version__}", "pip install --upgrade transformers"
+    if content["model_type"] not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(f"{where}: {installed} has no model of type {content['model_type']!r}: {remedy}")
+    if "rope_parameters" in content and int(transformers.__version__.partition(".")[0]) < 5:
+        raise CheckpointError(
+            f"{where}: its blocks have rotary embeddings of several kinds, which {installed} does not have: {remedy}"
+        )
+
+
 def model_class(config: Any, auto_class: Any) -> Any:
     """The class of the model: ``auto_class``, or the class that the configuration names.
 
