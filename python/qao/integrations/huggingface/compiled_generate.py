@@ -3,6 +3,7 @@
 A quantized model without a ``compile_config`` gets the backend "qao". A given ``compile_config`` stays as it is, and
 so does the generation config, which ``save_pretrained`` writes. On a GPU ``generate()`` then tests one step late
 whether all sequences have ended, so that the host prepares a step while the GPU computes the one before.
+decoding_mask.py makes a step's mask.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from ...nn.packed_module import PackedModule
 from .compiled_step import CompiledStep, takes
+from .decoding_mask import applies
 
 _SECONDS = 0.15  # per quantized layer, without Inductor's cache. SmolLM2-135M on one core of a CPU: 35 to 50 for 211.
 # Whether this call of generate() compiles a quantized model.
@@ -28,6 +30,7 @@ def with_backend(upstream: Any) -> Any:
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         layers = sum(isinstance(module, PackedModule) for module in self.modules())
         _compiles.set(layers > 0)
+        applies.set(layers > 0)
         step, first = vars(self).get("_compiled_call"), not hasattr(self, "_compiled_call")
         config: Any = compile_config or (_default(self) if layers else None)
         if layers and takes(config):
