@@ -258,7 +258,9 @@ def _scaled(word: str, rng: random.Random, device: str) -> int:
 
 
 def _rows_of(parts: list[slice], device: torch.device) -> Tensor:
-    return torch.tensor([row for part in parts for row in range(part.start, part.stop)], device=device)
+    return torch.tensor(
+        [row for part in parts for row in range(part.start, part.stop)], dtype=torch.int64, device=device
+    )
 
 
 def _outside(results: list[Tensor], parts: list[slice], expected: Tensor, allowed: Tensor) -> tuple[slice, int] | None:

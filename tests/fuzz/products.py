@@ -131,7 +131,8 @@ class _Dense:
 
     def compare(self, results: Results, expected: Tensor, allowed: Tensor, invariant: bool) -> None:
         y = torch.cat([y for _, y in results])
-        rows = torch.tensor([row for begin, y in results for row in range(begin, begin + y.shape[0])], device=y.device)
+        numbers = [row for begin, y in results for row in range(begin, begin + y.shape[0])]  # maybe none
+        rows = torch.tensor(numbers, dtype=torch.int64, device=y.device)
         error = y.double().sub_(expected[rows]).abs_()
         wrong = ~(error <= allowed[rows])  # so that NaN is wrong
         if self.any_bad:
