@@ -108,6 +108,12 @@ def described(**what: object) -> str:
     return ", ".join(f"{name} {value}".replace("torch.", "") for name, value in what.items() if value is not None)
 
 
+def rows_of(parts: list[slice], device: torch.device) -> Tensor:
+    """Numbers of the rows of all parts, maybe none."""
+    numbers = [row for part in parts for row in range(part.start, part.stop)]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
 def equal(a: Tensor, b: Tensor) -> bool:
     """The same bits, where a NaN equals any other."""
     if a.shape != b.shape or a.dtype != b.dtype:

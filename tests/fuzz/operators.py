@@ -34,7 +34,7 @@ from test_quantize_ops import FP8
 from torch import Tensor, nn
 
 from . import products, weights
-from .draw import described, equal, float_dtype, layouts, product_sizes, randn, size, values
+from .draw import described, equal, float_dtype, layouts, product_sizes, randn, rows_of, size, values
 from .finding import Finding, check
 
 OPS = torch.ops.qao
@@ -257,15 +257,9 @@ def _scaled(word: str, rng: random.Random, device: str) -> int:
     return len(parts)
 
 
-def _rows_of(parts: list[slice], device: torch.device) -> Tensor:
-    return torch.tensor(
-        [row for part in parts for row in range(part.start, part.stop)], dtype=torch.int64, device=device
-    )
-
-
 def _outside(results: list[Tensor], parts: list[slice], expected: Tensor, allowed: Tensor) -> tuple[slice, int] | None:
     """The first call with a result outside of the bound, and the number of such elements."""
-    rows = _rows_of(parts, expected.device)
+    rows = rows_of(parts, expected.device)
     wrong = ~((torch.cat(results).double() - expected[rows]).abs() <= allowed[rows])
     if not wrong.any():
         return None
@@ -387,7 +381,7 @@ def gguf_mm(rng: random.Random, device: str) -> int:
     check(equal(grouped, torch.cat(experts)), f"other bits of experts: {what}")
     parts, views = _parts(rng, len(x), 16), layouts(rng, x)
     y = torch.cat([y, *(OPS.gguf_mm(rng.choice(views)[rows], weight, None, qtype) for rows in parts)])
-    rows_of_y = _rows_of([slice(0, len(x)), *parts], y.device)
+    rows_of_y = rows_of([slice(0, len(x)), *parts], y.device)
     exact, allowed = exact[rows_of_y], test_gguf_ops.bound(x, dense)[rows_of_y]
     right = (y.double() - exact).abs() <= allowed
     check(bool((right | ~y.isfinite() & (exact.abs() > torch.finfo(dtype).max / 2)).all()), f"wrong product: {what}")

@@ -20,7 +20,7 @@ from experts_support import GPT_OSS, SILU, Experts
 from ops_schemes import DTYPES, Format, Scheme, Weight
 from torch import Tensor
 
-from .draw import described, equal, guarded, layouts, product_sizes, size, values
+from .draw import described, equal, guarded, layouts, product_sizes, rows_of, size, values
 from .finding import Finding, check
 
 CALLS = 384  # of a case
@@ -131,8 +131,7 @@ class _Dense:
 
     def compare(self, results: Results, expected: Tensor, allowed: Tensor, invariant: bool) -> None:
         y = torch.cat([y for _, y in results])
-        numbers = [row for begin, y in results for row in range(begin, begin + y.shape[0])]  # maybe none
-        rows = torch.tensor(numbers, dtype=torch.int64, device=y.device)
+        rows = rows_of([slice(begin, begin + len(part)) for begin, part in results], y.device)
         error = y.double().sub_(expected[rows]).abs_()
         wrong = ~(error <= allowed[rows])  # so that NaN is wrong
         if self.any_bad:
