@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -105,6 +106,23 @@ def test_features(stand_in: Path) -> None:
     rows = _run(stand_in, "--features", *names, "--batches", "--prefill", "--parallel", "3")
     assert {(row["feature"], row["contender"]) for row in rows} == {(n, c) for n in names for c in ("own", "qao")}
     assert all(row["failed"] == "" for row in rows)
+
+
+def test_a_measurement_is_alone(tmp_path: Path) -> None:
+    one, other = run.Turns(tmp_path / "turns"), run.Turns(tmp_path / "turns")
+    happened: list[str] = []
+
+    def measure() -> None:
+        with other.measure():
+            happened.append("measured")
+
+    thread = Thread(target=measure)
+    with one.start(), other.start():  # both at once
+        thread.start()
+        thread.join(0.1)
+        happened.append("started")
+    thread.join(10)
+    assert happened == ["started", "measured"]
 
 
 def test_an_engine_that_fails(stand_in: Path) -> None:

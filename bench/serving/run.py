@@ -9,18 +9,19 @@ other backends, such as "marlin".
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from threading import Condition, Lock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -37,31 +38,25 @@ from .features import FEATURES, Feature
 Row = dict[str, Any]
 
 
-class _Quiet:
-    """Engines that start, many at once, or a measurement, alone."""
+class Turns:
+    """Engines that start, many at once, or a measurement, alone, among all runs that use the same file."""
 
-    def __init__(self) -> None:
-        self._changed, self._starting = Condition(), 0
+    def __init__(self, file: Path) -> None:
+        self._file = file
 
-    @contextmanager
-    def start(self) -> Iterator[None]:
-        with self._changed:
-            self._starting += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._starting -= 1
-                self._changed.notify_all()
+    def start(self) -> AbstractContextManager[None]:
+        return self._lock(fcntl.LOCK_SH)
+
+    def measure(self) -> AbstractContextManager[None]:
+        return self._lock(fcntl.LOCK_EX)
 
     @contextmanager
-    def measure(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._starting)
+    def _lock(self, kind: int) -> Iterator[None]:
+        with self._file.open("a") as file:
+            fcntl.flock(file, kind)
             yield
 
 
-_QUIET = _Quiet()
 OWN_KERNELS, QAO, REFERENCE = "own", "qao", "bf16 of the same values"
 BATCHES = (1, 8, 32, 64, 128, 256)
 PREFILLS = ("1x2048", "8x2048", "32x512")
@@ -89,6 +84,9 @@ def add_arguments(command: argparse.ArgumentParser, engine: str) -> None:
     command.add_argument(
         "--parallel", type=int, default=1, metavar="N", help="checkpoints or features at once, but for the timing"
     )
+    command.add_argument(
+        "--turns", type=Path, metavar="FILE", help="of several runs on one GPU: one measures while no engine starts"
+    )
     command.add_argument("--folder", type=Path, help="where checkpoints are written and kept; default: a temporary one")
     command.add_argument("--logs", type=Path, default=Path("build/engines"), help="folder of the engines' output")
     command.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more of the constructor's")
@@ -107,6 +105,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     rows, writing = {_key(row): row for row in earlier(path, meta, _OF_ROWS)}, Lock()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.parallel) as pool:
         folder = arguments.folder or Path(temporary)
+        turns = Turns(arguments.turns or Path(temporary, "turns"))
 
         def measure(part: Callable[[], Iterator[Row]]) -> None:
             if time.perf_counter() - began > arguments.budget:
@@ -117,20 +116,20 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
                     rows[_key(row)] = row
                     write({"meta": meta, "rows": list(rows.values())}, path)
 
-        for _ in pool.map(measure, _parts(arguments, folder)):
+        for _ in pool.map(measure, _parts(arguments, folder, turns)):
             pass
     write({"meta": meta, "rows": list(rows.values())}, path)  # also without rows
 
 
-def _parts(arguments: argparse.Namespace, folder: Path) -> list[Callable[[], Iterator[Row]]]:
+def _parts(arguments: argparse.Namespace, folder: Path, turns: Turns) -> list[Callable[[], Iterator[Row]]]:
     """The measurements: one per checkpoint, or per checkpoint and feature."""
     if getattr(arguments, "features", None):
         return [
-            partial(_feature, arguments, folder, checkpoint, name)
+            partial(_feature, arguments, folder, turns, checkpoint, name)
             for checkpoint in arguments.checkpoints
             for name in arguments.features
         ]
-    return [partial(_measure, arguments, folder, checkpoint) for checkpoint in arguments.checkpoints]
+    return [partial(_measure, arguments, folder, turns, checkpoint) for checkpoint in arguments.checkpoints]
 
 
 def add(files: list[Path], path: Path, arguments: argparse.Namespace) -> None:
@@ -180,10 +179,10 @@ def _start(
     return start_all(makers)
 
 
-def _measure(arguments: argparse.Namespace, folder: Path, checkpoint: str) -> Iterator[Row]:
+def _measure(arguments: argparse.Namespace, folder: Path, turns: Turns, checkpoint: str) -> Iterator[Row]:
     config = config_of(arguments.model, arguments.layers)
     about, written = _about(arguments, config, checkpoint), partial(write_checkpoint, folder, config, checkpoint)
-    with _QUIET.start():
+    with turns.start():
         paths = dict.fromkeys(arguments.contenders, written(arguments.device))
         if arguments.reference and checkpoint != BF16:
             paths[REFERENCE] = written(arguments.device, dense=True)
@@ -197,7 +196,7 @@ def _measure(arguments: argparse.Namespace, folder: Path, checkpoint: str) -> It
             kernels = ", ".join(f"{count} {kind}" for kind, count in said.get("kernels", {}).items())
             yield about | {"contender": name, "measure": "start", "kernels": kernels} | kept
         timed = {name: engine for name, (engine, _) in engines.items() if name != REFERENCE}
-        with _QUIET.measure():
+        with turns.measure():
             for row in chain(_compare(checkpoint, engines, config), _time(arguments, timed, config)):
                 yield about | row
     except EngineError as error:
@@ -207,18 +206,20 @@ def _measure(arguments: argparse.Namespace, folder: Path, checkpoint: str) -> It
             engine.close()
 
 
-def _feature(arguments: argparse.Namespace, folder: Path, checkpoint: str, name: str) -> Iterator[Row]:
+def _feature(arguments: argparse.Namespace, folder: Path, turns: Turns, checkpoint: str, name: str) -> Iterator[Row]:
     """The answers with qao and with vLLM's own kernels, after the requests of a feature."""
     config, feature = config_of(arguments.model, arguments.layers), FEATURES[name]
-    path = write_checkpoint(folder, config, checkpoint, arguments.device)
-    paths = dict.fromkeys(arguments.contenders, path)
-    engines, errors = _start(arguments, config, paths, f"{checkpoint}-{{}}-{name}.log", feature)
+    with turns.start():
+        path = write_checkpoint(folder, config, checkpoint, arguments.device)
+        paths = dict.fromkeys(arguments.contenders, path)
+        engines, errors = _start(arguments, config, paths, f"{checkpoint}-{{}}-{name}.log", feature)
     prompts, answers = logprobs.prompts(config.vocab_size), {}
-    for contender, (engine, _) in engines.items():
-        try:
-            answers[contender] = feature.requests(engine, prompts, config, folder)
-        except (EngineError, ValueError) as error:
-            errors[contender] = str(error)
+    with turns.measure():
+        for contender, (engine, _) in engines.items():
+            try:
+                answers[contender] = feature.requests(engine, prompts, config, folder)
+            except (EngineError, ValueError) as error:
+                errors[contender] = str(error)
     for engine, _ in engines.values():
         engine.close()
     about = _about(arguments, config, checkpoint) | {"measure": "feature", "feature": name}
