@@ -9,7 +9,6 @@ decoding_mask.py makes a step's mask.
 from __future__ import annotations
 
 import sys
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +16,10 @@ import torch
 
 from ...nn.packed_module import PackedModule
 from .compiled_step import CompiledStep, takes
-from .decoding_mask import applies
+from .decoding_loop import waiting
+from .decoding_mask import compiles
 
 _SECONDS = 0.15  # per quantized layer, without Inductor's cache. SmolLM2-135M on one core of a CPU: 35 to 50 for 211.
-# Whether this call of generate() compiles a quantized model.
-_compiles: ContextVar[bool] = ContextVar("compiles", default=False)
 
 
 def with_backend(upstream: Any) -> Any:
@@ -29,8 +27,7 @@ def with_backend(upstream: Any) -> Any:
 
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         layers = sum(isinstance(module, PackedModule) for module in self.modules())
-        _compiles.set(layers > 0)
-        applies.set(layers > 0)
+        compiles.set(layers > 0)
         step, first = vars(self).get("_compiled_call"), not hasattr(self, "_compiled_call")
         config: Any = compile_config or (_default(self) if layers else None)
         if layers and takes(config):
@@ -53,9 +50,8 @@ def with_deferred_stop(upstream: Any) -> Any:
     """
 
     def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
-        if _compiles.get() and device.type == "cuda":
+        if compiles.get() and waiting() is None and device.type == "cuda":
             device = torch.device("mps")
-        _compiles.set(False)
         return upstream(device, *args, **kwargs)  # type: ignore[no-any-return]
 
     return is_supported

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
+
+from .decoding_loop import Buffers, step, waiting
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 _NOT_READ = {"_modules", "_compiled_call", "_last_compile_config"}
@@ -30,14 +34,27 @@ class CompiledStep:
         options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
         self.config = config
         self._model, self._state = ref(model), _state_of(model)
-        self._call = torch.compile(_function_of(model), **arguments | {"options": options})
+        self._compile = partial(torch.compile, **arguments | {"options": options})
+        self.buffers: Buffers | None = None  # of ``decode``
 
     def fits(self, model: torch.nn.Module, config: Any) -> bool:
         """Whether the compiled graphs are of this model as it is now."""
         return self._model() is model and bool(self.config == config) and self._state == _state_of(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loop = waiting()
+        if loop is not None and not args:
+            loop.take_over(self, kwargs)
         return self._call(*args, **kwargs)
+
+    @cached_property
+    def _call(self) -> Callable[..., Any]:
+        return self._compile(_function_of(self._model, lambda model, *args, **kwargs: model(*args, **kwargs)))
+
+    @cached_property
+    def decode(self) -> Callable[..., Tensor]:
+        """``decoding_loop.step`` of this model."""
+        return self._compile(_function_of(self._model, step))
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model, or a saved one, compiles for itself
         return type(None), ()
@@ -48,15 +65,14 @@ def takes(config: Any) -> bool:
     return config.backend == "qao" and not config.options
 
 
-def _function_of(model: torch.nn.Module) -> Callable[..., Any]:
-    """A function with separate code. Dynamo stores graphs by code, and those of one model must not serve another."""
-    reference = ref(model)
+def _function_of(model: ref[torch.nn.Module], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of a model, with separate code. Dynamo stores graphs by code: those of one model serve no other."""
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return reference()(*args, **kwargs)  # type: ignore[misc]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(model(), *args, **kwargs)
 
-    code = step.__code__.replace(co_name=f"step_{next(_numbers)}")
-    return FunctionType(code, step.__globals__, "step", step.__defaults__, step.__closure__)
+    code = call.__code__.replace(co_name=f"step_{next(_numbers)}")
+    return FunctionType(code, call.__globals__, "step", call.__defaults__, call.__closure__)
 
 
 def _state_of(model: torch.nn.Module) -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # Whether the last generate() that compiled did so for a quantized model.
-applies: ContextVar[bool] = ContextVar("applies", default=False)
+compiles: ContextVar[bool] = ContextVar("compiles", default=False)
 
 
 class _Mask:
@@ -71,7 +71,7 @@ def with_decoding_mask(upstream: Any) -> Any:
             return mask.copy(of) if kind else mask.compare(of)
         made = upstream(*args, **kwargs)
         if mask is not None or kind not in by_kind:
-            by_kind[kind] = _checked(made, of, kind)
+            by_kind[kind] = _checked(made, of, kind) if attends_to_all(kwargs["config"]) else None
         return made
 
     return create_masks_for_generate
@@ -82,15 +82,14 @@ def _one_token(arguments: dict[str, Any]) -> bool:
     embeds = arguments.get("inputs_embeds", arguments.get("input_embeds"))
     others = ("or_mask_function", "and_mask_function", "block_sequence_ids")
     return (
-        applies.get()
+        compiles.get()
         and isinstance(embeds, Tensor)
         and embeds.shape[1] == 1
         and all(arguments.get(name) is None for name in others)
-        and _attends_to_all(arguments["config"])
     )
 
 
-def _attends_to_all(config: Any) -> bool:
+def attends_to_all(config: Any) -> bool:
     """Whether no layer has a window, within which masks look like those of other layers at first."""
     config = config.get_text_config()
     if (types := getattr(config, "layer_types", None)) is not None:

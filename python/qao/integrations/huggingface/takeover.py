@@ -23,6 +23,7 @@ from ..imports import register_part
 from ..wrapping import wrap
 from .compiled_generate import with_backend, with_deferred_stop
 from .config import QaoConfig
+from .decoding_loop import with_decoding_loop
 from .decoding_mask import with_decoding_mask
 from .from_pretrained import from_pretrained as load
 from .from_pretrained import renamed
@@ -42,6 +43,7 @@ def register() -> None:
     wrap(modeling_utils.PreTrainedModel, "from_pretrained", _from_pretrained)
     wrap(modeling_utils.PreTrainedModel, "get_compiled_call", with_backend)
     wrap(utils, "create_masks_for_generate", with_decoding_mask)
+    wrap(utils.GenerationMixin, "_sample", with_decoding_loop)
     if hasattr(utils, "DeferredStopCheck"):  # since transformers 5.17
         wrap(utils.DeferredStopCheck, "is_supported", with_deferred_stop)
 

@@ -1,0 +1,296 @@
+"""Decoding loop of ``generate()`` with a static cache and one compiled step per token.
+
+Between two steps transformers launches some thirty small kernels: it converts the logits, chooses the token, appends it,
+tests for the end and makes the arguments of the next step. Here the compiled step does all of that on buffers that stay
+in place. ``generate()`` itself computes the prompt, the first token and the arguments of the first step; the loop takes
+over at the call of that step, if it knows every argument, and returns the sequences past the rest of transformers'
+loop. Logits processors and sampling run between two steps, as in transformers.
+
+The host reads one step late which tokens were made, so that the GPU never waits. It stops two steps after the end, and
+their tokens are dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .decoding_mask import attends_to_all, compiles
+
+if TYPE_CHECKING:
+    from .compiled_step import CompiledStep
+
+_MOST_ENDS = 16  # tokens that end a sequence
+_POSITIONS = "position_ids", "cache_position"  # arguments that grow by one with every token
+_CACHES = "past_key_values", "cache"  # names of a cache, by version
+_OWN = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"  # methods that models override
+_UPSTREAM = "return_dict_in_generate", "prefill_chunk_size", "is_assistant"  # options of transformers' loop alone
+_PLAIN = {bool, int, float, str, type(None)}
+
+
+class Buffers:
+    """Everything that one step leaves to the next, at fixed addresses, for B sequences and a cache of length W.
+
+    ``chosen`` [B] is the next token before it is known whether its sequence is still ``running`` [B]. ``sequences``
+    has the ``length`` [1] tokens of prompt and answer, ``column`` [1] is the place of the token in the cache, and
+    ``report`` [B + 1] has the last token of each sequence and whether any of them goes on.
+    """
+
+    def __init__(self, mask: Tensor, positions: Mapping[str, Tensor]) -> None:
+        batch, width, device = mask.shape[0], mask.shape[-1], mask.device
+
+        def integers(*sizes: int) -> Tensor:
+            return torch.zeros(sizes, dtype=torch.int64, device=device)
+
+        self.chosen, self.report, self.sequences = integers(batch), integers(batch + 1), integers(batch, width + 1)
+        self.length, self.column, self.pad, self.ends = integers(1), integers(1), integers(1), integers(_MOST_ENDS)
+        self.running = torch.ones(batch, dtype=torch.bool, device=device)
+        self.mask = torch.zeros_like(mask, memory_format=torch.contiguous_format)
+        self.positions = {name: integers(*of.shape) for name, of in positions.items()}
+        for tensor in (*vars(self).values(), *self.positions.values()):
+            if isinstance(tensor, Tensor):
+                torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def fits(self, mask: Tensor, positions: Mapping[str, Tensor]) -> bool:
+        same = self.mask.shape == mask.shape and self.mask.device == mask.device
+        same = same and self.mask.is_inference() == torch.is_inference_mode_enabled()
+        return same and _shapes(self.positions) == _shapes(positions)
+
+    def start(self, prompt: Tensor, token: Tensor, mask: Tensor, positions: Mapping[str, Tensor]) -> None:
+        """Begin with the arguments of a step, whose query is the last one that the mask counts."""
+        self.sequences[:, : prompt.shape[1]] = prompt
+        self.length.fill_(prompt.shape[1])
+        self.chosen.copy_(token)
+        self.running.fill_(True)
+        self.mask.copy_(mask)
+        self.column.copy_((mask * torch.arange(mask.shape[-1], device=mask.device)).amax())
+        for name, position in positions.items():
+            self.positions[name].copy_(position)
+
+    def end_with(self, ends: list[Tensor], pad: Tensor | None) -> None:
+        """Tokens that end a sequence, which is then filled with ``pad``."""
+        self.ends.fill_(-1)
+        if ends and pad is not None:
+            tokens = torch.cat([one.reshape(-1) for one in ends])
+            self.ends[: len(tokens)] = tokens.to(self.ends)
+            self.pad.copy_(pad)
+
+    def record(self) -> Tensor:
+        """Append the chosen token, or padding where the sequence has ended."""
+        token = torch.where(self.running, self.chosen, self.pad)
+        self.running.logical_and_((token[:, None] != self.ends).all(-1))
+        self.sequences.index_copy_(1, self.length, token[:, None])
+        self.report.copy_(torch.cat([token, self.running.any().to(torch.int64)[None]]))
+        return token
+
+    def advance(self) -> None:
+        for counter in (self.length, self.column, *self.positions.values()):
+            counter.add_(1)
+
+
+def step(model: Any, buffers: Buffers, layer_type: str | None, others: dict[str, Any]) -> Tensor:
+    """Logits [B, V] of the token behind the chosen one, which is recorded. The likeliest is chosen next.
+
+    ``layer_type``: key of the dictionary in which the model expects its mask, if it does.
+    """
+    token = buffers.record()
+    buffers.mask.logical_or_(torch.arange(buffers.mask.shape[-1], device=token.device) == buffers.column)
+    mask = buffers.mask if layer_type is None else {layer_type: buffers.mask}
+    logits: Tensor = model(input_ids=token[:, None], attention_mask=mask, **buffers.positions, **others).logits[:, -1]
+    buffers.chosen.copy_(logits.argmax(-1))
+    buffers.advance()
+    return logits
+
+
+class Finished(BaseException):
+    """The result of a loop, on its way past the rest of transformers' loop."""
+
+    def __init__(self, loop: Loop, sequences: Tensor) -> None:
+        super().__init__()
+        self.loop, self.sequences = loop, sequences
+
+
+class Loop:
+    """One call of ``generate()``, with the arguments of transformers' loop."""
+
+    def __init__(self, given: Mapping[str, Any], longest: int, ends: list[Tensor]) -> None:
+        config = given["generation_config"]
+        self._prompt: Tensor = given["input_ids"]
+        self._processors, self._streamer = given["logits_processor"], given.get("streamer")
+        self._samples, self._pad, self._ends, self._longest = config.do_sample, config._pad_token_tensor, ends, longest
+
+    def take_over(self, compiled: CompiledStep, inputs: Mapping[str, Any]) -> None:
+        """Raise ``Finished`` after the last token, or return if a step with these arguments is not the loop's."""
+        _waiting.set(None)
+        others = dict(inputs)
+        token, given = others.pop("input_ids", None), others.pop("attention_mask", None)
+        positions = {name: others.pop(name) for name in _POSITIONS if others.get(name) is not None}
+        layer_type, mask = next(iter(given.items())) if isinstance(given, dict) and len(given) == 1 else (None, given)
+        if not self._takes(token, mask, positions, others):
+            return
+        if compiled.buffers is None or not compiled.buffers.fits(mask, positions):
+            compiled.buffers = Buffers(mask, positions)
+        buffers = compiled.buffers
+        buffers.start(self._prompt, token[:, 0], mask, positions)
+        buffers.end_with(self._ends, self._pad)
+        raise Finished(self, self._run(buffers, lambda: compiled.decode(buffers, layer_type, others)))
+
+    def _takes(self, token: Any, mask: Any, positions: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+        batch = self._prompt.shape[0]
+        tensors = all(isinstance(one, Tensor) for one in (token, mask, *positions.values()))
+        return (
+            tensors
+            and token.shape == (batch, 1)
+            and mask.dtype == torch.bool
+            and mask.shape == (batch, 1, 1, mask.shape[-1])
+            and self._longest <= mask.shape[-1] + 1
+            and all(one.dim() <= 2 and one.shape[-1] == 1 for one in (token, *positions.values()))
+            and all(one.dtype == torch.int64 for one in (token, *positions.values()))
+            and all(_is_cache(value) if name in _CACHES else type(value) in _PLAIN for name, value in others.items())
+        )
+
+    def _run(self, buffers: Buffers, step: Callable[[], Tensor]) -> Tensor:
+        first = length = self._prompt.shape[1] + 1
+        for length, report in enumerate(self._reports(buffers, step), first):
+            if self._streamer is not None and length > first:  # transformers' loop has put the first token
+                self._streamer.put(report[:-1].clone())
+            if not report[-1]:
+                break
+        if self._streamer is not None:
+            self._streamer.end()
+        return buffers.sequences[:, :length].clone()
+
+    def _reports(self, buffers: Buffers, step: Callable[[], Tensor]) -> Iterator[Tensor]:
+        """For each token of the answer the buffer ``report``, read after the next step was launched."""
+        sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        for length in range(self._prompt.shape[1] + 1, self._longest + 1):
+            if length == self._longest:
+                buffers.record()
+            else:
+                logits = step()
+                if self._samples or self._processors:
+                    buffers.chosen.copy_(self._choice(buffers.sequences[:, :length], logits))
+            sent.append(_send(buffers.report))
+            if len(sent) > 1:
+                yield _received(*sent.popleft())
+        while sent:
+            yield _received(*sent.popleft())
+
+    def _choice(self, sequences: Tensor, logits: Tensor) -> Tensor:
+        """The next tokens, by the operations of transformers."""
+        scores = self._processors(sequences.contiguous(), logits.to(dtype=torch.float32, copy=True))
+        if not self._samples:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+
+
+def _send(report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and the event after which it may be read. Every copy has memory to itself."""
+    if report.device.type != "cuda":
+        return report.clone(), None
+    copy = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+    copy.copy_(report, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(report.device))
+    return copy, event
+
+
+def _received(copy: Tensor, event: torch.cuda.Event | None) -> Tensor:
+    if event is not None:
+        event.synchronize()
+    return copy
+
+
+# ---- when the loop applies -------------------------------------------------------------------------------------------
+
+_waiting: ContextVar[Loop | None] = ContextVar("waiting", default=None)
+
+
+def waiting() -> Loop | None:
+    """The loop that takes over at the next compiled step, if it can."""
+    return _waiting.get()
+
+
+def with_decoding_loop(upstream: Any) -> Any:
+    """Wrapper of ``GenerationMixin._sample``, transformers' loop of greedy decoding and sampling."""
+    parameters = inspect.signature(upstream)
+
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loop = _loop_of(self, parameters.bind(self, *args, **kwargs).arguments)
+        outer = [(variable, variable.set(value)) for variable, value in ((_waiting, loop), (compiles, False))]
+        try:
+            return upstream(self, *args, **kwargs)
+        except Finished as finished:
+            if finished.loop is not loop:
+                raise
+            return finished.sequences
+        finally:
+            for variable, token in outer:
+                variable.reset(token)
+
+    return _sample
+
+
+def _loop_of(model: Any, given: Mapping[str, Any]) -> Loop | None:
+    """The loop with these arguments of transformers' own, if nothing but them decides about the tokens."""
+    from transformers import GenerationMixin
+
+    config, prompt, more = given.get("generation_config"), given.get("input_ids"), given.get("model_kwargs", {})
+    stops = _stops(given.get("stopping_criteria", ()))
+    if stops is None or given.get("synced_gpus") or any(getattr(config, name, None) for name in _UPSTREAM):
+        return None
+    longest, ends = stops
+    mask = more.get("attention_mask")
+    simple = (
+        isinstance(prompt, Tensor)
+        and prompt.dim() == 2
+        and prompt.dtype == torch.int64
+        and prompt.device.type in ("cuda", "cpu")
+        and (mask is None or mask.dim() == 2)
+        # A cache of the caller keeps what it holds, and the loop computes tokens behind the end. transformers makes
+        # the cache itself if its kind was asked for.
+        and (not ends or (config._pad_token_tensor is not None and config.cache_implementation is not None))
+        and all(type(one).__module__.startswith("transformers.") for one in given["logits_processor"])
+        and all(name not in vars(model) for name in _OWN)
+        and all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in _OWN)
+        and not hasattr(model, "create_masks_for_generate")
+        and not model.config.is_encoder_decoder
+        and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
+        and attends_to_all(model.config)
+    )
+    return Loop(given, longest, ends) if simple else None
+
+
+def _stops(criteria: Any) -> tuple[int, list[Tensor]] | None:
+    """The length of the longest sequence and the tokens that end one, if nothing else does."""
+    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+    lengths: list[int] = []
+    ends: list[Tensor] = []
+    for one in criteria:
+        if type(one) is MaxLengthCriteria:
+            if one.max_position_embeddings is not None and one.max_length > one.max_position_embeddings:
+                return None  # transformers warns
+            lengths.append(one.max_length)
+        elif type(one) is EosTokenCriteria:
+            ends.append(one.eos_token_id)
+        else:
+            return None
+    few = sum(tokens.numel() for tokens in ends) <= _MOST_ENDS
+    return (min(lengths), ends) if lengths and few else None
+
+
+def _is_cache(value: Any) -> bool:
+    from transformers import StaticCache
+
+    return isinstance(value, StaticCache) and not getattr(value, "offloading", False)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -1,0 +1,271 @@
+"""The decoding loop of ``generate()`` with a static cache: transformers' tokens, and its loop for what ours does not do.
+
+As in test_compiled_generate.py, steps are not compiled on a CPU, unless the test says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from qao.integrations.huggingface import decoding_loop
+from test_compile_schemes import fresh_dynamo  # noqa: F401  # a fixture of every test
+from test_compiled_generate import Streamed, compiled, generate, model_of, quantized  # noqa: F401
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+from transformers.generation import utils  # noqa: E402
+
+STATIC = {"cache_implementation": "static"}
+PROMPT = 9  # tokens
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of steps of every loop that took over."""
+    runs: list[int] = []
+
+    def watched(upstream: Any) -> Any:
+        def _run(self: Any, buffers: Any, step: Any) -> Tensor:
+            runs.append(0)
+
+            def counted() -> Any:
+                runs[-1] += 1
+                return step()
+
+            return upstream(self, buffers, counted)
+
+        return _run
+
+    monkeypatch.setattr(decoding_loop.Loop, "_run", watched(decoding_loop.Loop._run))
+    return runs
+
+
+def of_transformers(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Any:
+    """The result of transformers' own loop with a static cache, and what a streamer got."""
+    with monkeypatch.context() as patch:
+        patch.setattr(utils.GenerationMixin, "_sample", inspect.unwrap(utils.GenerationMixin._sample))
+        return generate(model, **{**STATIC, **options})
+
+
+@pytest.fixture(autouse=True)
+def on_gpu_and_cpu(request: pytest.FixtureRequest) -> None:
+    """What a CPU would compile only on request; a GPU compiles everything."""
+    if "device" not in request.fixturenames or request.getfixturevalue("device") == "cpu":
+        request.getfixturevalue("compiled")
+
+
+def ends_of(model: Any, batch: int, at: tuple[int, ...]) -> list[int]:
+    """For each row of a batch, the token that it has at this step."""
+    rows = generate(model, batch=batch, max_new_tokens=max(at) + 1)
+    return [int(rows[row, PROMPT + step]) for row, step in enumerate(at)]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "padded": {"batch": 4},
+    "a longer answer": {"max_new_tokens": 20},
+    "two tokens": {"max_new_tokens": 2},
+    "no mask": {"attention_mask": None},
+    "sampled": {"do_sample": True},
+    "sampled with options": {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "batch": 3},
+    "repetition": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "batch": 3, "max_new_tokens": 12},
+    "several answers": {"do_sample": True, "num_return_sequences": 3},
+    "a bias": {"sequence_bias": {(5,): 4.0, (6,): -4.0}},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("way", OPTIONS)
+def test_tokens_of_transformers(
+    name: str, way: str, taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    model, options = quantized(name, device), OPTIONS[way]
+    results = []
+    for run in (of_transformers, lambda _, model, **options: generate(model, **STATIC, **options)):
+        torch.manual_seed(3)
+        results.append(run(monkeypatch, model, **options))
+    assert torch.equal(*results) and results[0].shape[1] > PROMPT + 1
+    assert taken == [results[0].shape[1] - PROMPT - 1]
+
+
+ENDS: dict[str, tuple[int, ...]] = {
+    "in the first step": (0, 0, 0),
+    "one row in the first step": (0, 3, 6),
+    "together": (4, 4, 4),
+    "in reverse": (6, 2, 1),
+    "only some": (2, 5),
+    "in the last step": (9, 9, 9),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("case", ENDS)
+def test_sequences_that_end(
+    case: str, sampled: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    model = quantized("llama", device)
+    ends = ends_of(model, 3, ENDS[case])
+    options: dict[str, Any] = {"batch": 3, "eos_token_id": ends, "max_new_tokens": 10}
+    if sampled:
+        options |= {"do_sample": True, "temperature": 0.2}
+    results = []
+    for run in (of_transformers, lambda _, model, **options: generate(model, **STATIC, **options)):
+        torch.manual_seed(3)
+        results.append(run(monkeypatch, model, **options))
+    assert torch.equal(*results)
+    made = results[0].shape[1] - PROMPT
+    assert taken == ([] if made == 1 else [min(made + 1, 9)])  # two steps behind the end at most
+
+
+@pytest.mark.parametrize("end", [None, 0, 3, 9])
+def test_a_streamer(end: int | None, taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    model, ours, theirs = quantized("llama", device), Streamed(), Streamed()
+    tokens = None if end is None else ends_of(model, 1, (end,))
+    options: dict[str, Any] = {"eos_token_id": tokens, "max_new_tokens": 10}
+    expected = of_transformers(monkeypatch, model, streamer=theirs, **options)
+    assert torch.equal(generate(model, streamer=ours, **STATIC, **options), expected)
+    assert ours.tokens == theirs.tokens == expected[0].tolist() and ours.ended
+    assert len(taken) == (end != 0)
+
+
+def test_calls_of_other_shapes(taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Buffers of one call serve the next with the same shapes, and nothing of the former is left."""
+    model = quantized("llama", device)
+    ends = ends_of(model, 2, (2, 3))
+    cases: list[dict[str, Any]] = [
+        {"max_new_tokens": 16},
+        {"max_new_tokens": 5},
+        {"batch": 2, "eos_token_id": ends},
+        {"batch": 2},
+        {"batch": 2, "eos_token_id": ends[:1]},
+        {"max_new_tokens": 30},
+    ]
+    for case in cases:
+        assert torch.equal(generate(model, **STATIC, **case), of_transformers(monkeypatch, model, **case))
+    assert len(taken) == len(cases)
+
+
+def test_a_cache_of_the_caller(taken: list[int], device: str) -> None:
+    """It holds the tokens of transformers' loop, and then goes on with a second answer."""
+    model = quantized("llama", device)
+    ends = ends_of(model, 1, (3,))
+    for options, loops in (({}, 1), ({"eos_token_id": ends}, 0)):
+        taken.clear()
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        found = generate(model, past_key_values=cache, **options)
+        assert int(cache.get_seq_length()) == found.shape[1] - 1
+        assert torch.equal(found, generate(model, **options))
+        assert len(taken) == loops
+
+
+class Custom(transformers.LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(1, -1)
+
+
+class Stop(transformers.StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] > PROMPT + 3, device=input_ids.device)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a returned dictionary": {"return_dict_in_generate": True, "output_scores": True},
+    "a logits processor of the caller": {"logits_processor": [Custom()]},
+    "a stopping criterion of the caller": {"stopping_criteria": [Stop()]},
+    "a time limit": {"max_time": 1000.0},
+    "chunks of the prompt": {"prefill_chunk_size": 4},
+    "too many ends": {"eos_token_id": list(range(70, 90))},
+    "no cache": {"cache_implementation": None, "use_cache": False},
+    "a growing cache": {"cache_implementation": "dynamic"},
+    "beams": {"num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_options_keep_the_loop_of_transformers(
+    case: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, options = quantized("llama", "cpu"), {**STATIC, **OTHERS[case]}
+    if case == "a growing cache":
+        monkeypatch.setattr(utils.GenerationMixin, "_valid_auto_compile_criteria", lambda *args: False)
+    found, expected = generate(model, **options), of_transformers(monkeypatch, model, **options)
+    if "return_dict_in_generate" in options:
+        assert len(found.scores) == len(expected.scores)
+        found, expected = found.sequences, expected.sequences
+    assert torch.equal(found, expected) and not taken
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mistral", "gemma3_text"])
+def test_windows_keep_the_loop_of_transformers(name: str, taken: list[int]) -> None:
+    model = quantized(name, "cpu")
+    assert torch.equal(generate(model, **STATIC), generate(model)) and not taken
+
+
+def test_other_methods_keep_the_loop_of_transformers(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantized("llama", "cpu")
+    expected = generate(model)
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)  # as PEFT does it
+    assert torch.equal(generate(model, **STATIC), expected) and not taken
+    del model.prepare_inputs_for_generation
+
+    class Other(type(model)):  # type: ignore[misc]
+        def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._update_model_kwargs_for_generation(*args, **kwargs)
+
+    model.__class__ = Other
+    assert torch.equal(generate(model, **STATIC), expected) and not taken
+
+
+def test_arguments_of_the_step_that_the_loop_does_not_know(
+    taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantized("llama", "cpu")
+    expected = generate(model)
+    monkeypatch.setattr(decoding_loop, "_PLAIN", {type(None)})  # "use_cache" is a bool
+    assert torch.equal(generate(model, **STATIC), expected) and not taken
+
+
+def test_a_float_model_keeps_the_loop_of_transformers(taken: list[int]) -> None:
+    model = model_of("llama", "cpu")
+    assert torch.equal(generate(model, **STATIC), generate(model)) and not taken
+
+
+def test_an_error_of_a_streamer_is_raised(device: str) -> None:
+    class Broken(Streamed):
+        def put(self, tokens: Tensor) -> None:
+            super().put(tokens)
+            if len(self.tokens) > PROMPT + 2:
+                raise RuntimeError("broken")
+
+    model = quantized("llama", device)
+    expected = generate(model)
+    with pytest.raises(RuntimeError, match="broken"):
+        generate(model, streamer=Broken(), **STATIC)
+    assert decoding_loop.waiting() is None and torch.equal(generate(model, **STATIC), expected)
+
+
+@pytest.fixture
+def without_guard_failures() -> Iterator[None]:
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+@pytest.mark.usefixtures("without_guard_failures")
+def test_one_graph_serves_every_option(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    model = quantized("llama", device)
+    monkeypatch.undo()  # compile
+    options: dict[str, Any] = {"batch": 2, "max_new_tokens": 10, **STATIC}
+    if device == "cpu":
+        config = transformers.CompileConfig(backend="qao", mode="default")
+        config._compile_all_devices = True
+        options["compile_config"] = config
+    ends = ends_of(model, 2, (3, 4))
+    for case in ({}, {"eos_token_id": ends}, {"do_sample": True, "top_k": 1}, {"max_new_tokens": 7}):
+        case = {**options, **case}
+        expected = generate(model, **{**case, "cache_implementation": None, "compile_config": None})
+        assert torch.equal(generate(model, **case), expected)
