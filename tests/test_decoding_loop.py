@@ -1,4 +1,4 @@
-"""The decoding loop of ``generate()`` with a static cache: transformers' tokens, and its loop for what ours does not do.
+"""The decoding loop of ``generate()`` with a static cache: transformers' tokens, and its own loop for other options.
 
 As in test_compiled_generate.py, steps are not compiled on a CPU, unless the test says so.
 """
@@ -6,7 +6,6 @@ As in test_compiled_generate.py, steps are not compiled on a CPU, unless the tes
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from qao.integrations.huggingface import decoding_loop
 from test_compile_schemes import fresh_dynamo  # noqa: F401  # a fixture of every test
 from test_compiled_generate import Streamed, compiled, generate, model_of, quantized  # noqa: F401
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 transformers = pytest.importorskip("transformers")
 from transformers.generation import utils  # noqa: E402
@@ -221,9 +221,7 @@ def test_other_methods_keep_the_loop_of_transformers(taken: list[int], monkeypat
     assert torch.equal(generate(model, **STATIC), expected) and not taken
 
 
-def test_arguments_of_the_step_that_the_loop_does_not_know(
-    taken: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_of_the_step_that_the_loop_does_not_know(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantized("llama", "cpu")
     expected = generate(model)
     monkeypatch.setattr(decoding_loop, "_PLAIN", {type(None)})  # "use_cache" is a bool
@@ -249,13 +247,40 @@ def test_an_error_of_a_streamer_is_raised(device: str) -> None:
     assert decoding_loop.waiting() is None and torch.equal(generate(model, **STATIC), expected)
 
 
-@pytest.fixture
-def without_guard_failures() -> Iterator[None]:
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
+def test_threads_have_buffers_of_their_own(device: str) -> None:
+    """One streamer generates with the same model between two of its tokens."""
+    model = quantized("llama", device)
+    expected, longer = generate(model), generate(model, max_new_tokens=9)
+
+    class Nested(Streamed):
+        def put(self, tokens: Tensor) -> None:
+            super().put(tokens)
+            if len(self.tokens) == PROMPT + 3:
+                assert torch.equal(generate(model, **STATIC), expected)
+
+    assert torch.equal(generate(model, streamer=Nested(), max_new_tokens=9, **STATIC), longer)
+    assert torch.equal(generate(model, **STATIC), expected)
 
 
-@pytest.mark.usefixtures("without_guard_failures")
+def test_the_stop_check_of_transformers_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold back the first token of a streamer."""
+    if not hasattr(utils, "DeferredStopCheck"):
+        pytest.skip("this version of transformers has no deferred stop check")
+    seen: list[bool] = []
+    upstream = utils.DeferredStopCheck.is_supported
+
+    def asked(device: torch.device, *args: Any, **kwargs: Any) -> bool:
+        seen.append(upstream(torch.device("cuda"), *args, **kwargs))
+        return False
+
+    monkeypatch.setattr(asked, "_of_qao", True, raising=False)
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(asked))
+    model = quantized("llama", "cpu")
+    generate(model, **STATIC)
+    generate(model, max_time=1000.0, **STATIC)
+    assert seen == [False, True]
+
+
 def test_one_graph_serves_every_option(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     model = quantized("llama", device)
     monkeypatch.undo()  # compile
@@ -269,3 +294,4 @@ def test_one_graph_serves_every_option(monkeypatch: pytest.MonkeyPatch, device: 
         case = {**options, **case}
         expected = generate(model, **{**case, "cache_implementation": None, "compile_config": None})
         assert torch.equal(generate(model, **case), expected)
+        assert counters["stats"]["unique_graphs"] == 1

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.generation import utils  # noqa: E402
 
 STEPS = 5  # that follow the first of six tokens
+UPSTREAM = {"cache_implementation": "static", "max_time": 1000.0}  # a limit that transformers' own loop tests
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_masks_of_every_step(
 ) -> None:
     model = quantized(name, device)
     expected = generate(model, **options)
-    assert torch.equal(generate(model, **options, cache_implementation="static"), expected)
+    assert torch.equal(generate(model, **options, **UPSTREAM), expected)
     assert all(equal for _, equal in calls)
     if "num_beams" in options:  # not compiled by every version
         return
@@ -69,7 +70,7 @@ def test_a_second_sequence_in_the_same_cache(
     for tokens in (12, 5):
         with torch.inference_mode():
             cache.reset()
-        generate(model, past_key_values=cache, max_new_tokens=tokens)
+        generate(model, past_key_values=cache, max_new_tokens=tokens, max_time=1000.0)
     assert all(equal for _, equal in calls)
     assert [made for made, _ in calls].count(True) == 3  # two prompts, and the first step
 
@@ -78,7 +79,7 @@ def test_a_float_model_keeps_the_masks_of_transformers(
     compiled: list[dict[str, Any]],  # noqa: F811
     calls: list[tuple[bool, bool]],
 ) -> None:
-    generate(quantized("llama", "cpu"), cache_implementation="static")
+    generate(quantized("llama", "cpu"), **UPSTREAM)
     calls.clear()
-    generate(model_of("llama", "cpu"), cache_implementation="static")
+    generate(model_of("llama", "cpu"), **UPSTREAM)
     assert calls and all(made for made, _ in calls)

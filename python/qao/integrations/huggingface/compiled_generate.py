@@ -1,9 +1,9 @@
 """The backend of ``generate()`` with a static cache, which transformers compiles by itself on a GPU.
 
 A quantized model without a ``compile_config`` gets the backend "qao". A given ``compile_config`` stays as it is, and
-so does the generation config, which ``save_pretrained`` writes. On a GPU ``generate()`` then tests one step late
-whether all sequences have ended, so that the host prepares a step while the GPU computes the one before.
-decoding_mask.py makes a step's mask.
+so does the generation config, which ``save_pretrained`` writes. decoding_loop.py decodes with the compiled step.
+Options that it leaves to transformers' loop get the mask of decoding_mask.py, and on a GPU that loop tests one step
+late whether all sequences have ended, so that the host prepares a step while the GPU computes the one before.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """Decoding loop of ``generate()`` with a static cache and one compiled step per token.
 
-Between two steps transformers launches some thirty small kernels: it converts the logits, chooses the token, appends it,
-tests for the end and makes the arguments of the next step. Here the compiled step does all of that on buffers that stay
-in place. ``generate()`` itself computes the prompt, the first token and the arguments of the first step; the loop takes
-over at the call of that step, if it knows every argument, and returns the sequences past the rest of transformers'
-loop. Logits processors and sampling run between two steps, as in transformers.
+Between two steps transformers launches some thirty small kernels: it converts the logits, chooses the token, appends
+it, tests for the end and makes the arguments of the next step. Here the compiled step does all of that on buffers that
+stay in place. transformers computes the prompt, the first token and the arguments of the first step. At the call of
+that step the loop takes over, if it knows every argument, and an exception brings its result past the rest of
+transformers' loop. Logits processors and sampling run between two steps, as in transformers.
 
-The host reads one step late which tokens were made, so that the GPU never waits. It stops two steps after the end, and
-their tokens are dropped.
+The host reads the tokens of a step after it has launched the next one, so that the GPU never waits. Therefore the loop
+computes up to two steps behind the end, and drops their tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,7 @@ class Buffers:
         self.running = torch.ones(batch, dtype=torch.bool, device=device)
         self.mask = torch.zeros_like(mask, memory_format=torch.contiguous_format)
         self.positions = {name: integers(*of.shape) for name, of in positions.items()}
+        self._stream = _stream(device)  # on which they are written
         for tensor in (*vars(self).values(), *self.positions.values()):
             if isinstance(tensor, Tensor):
                 torch._dynamo.mark_static_address(tensor, guard=False)
@@ -60,6 +63,7 @@ class Buffers:
     def fits(self, mask: Tensor, positions: Mapping[str, Tensor]) -> bool:
         same = self.mask.shape == mask.shape and self.mask.device == mask.device
         same = same and self.mask.is_inference() == torch.is_inference_mode_enabled()
+        same = same and self._stream == _stream(mask.device)
         return same and _shapes(self.positions) == _shapes(positions)
 
     def start(self, prompt: Tensor, token: Tensor, mask: Tensor, positions: Mapping[str, Tensor]) -> None:
@@ -127,19 +131,22 @@ class Loop:
 
     def take_over(self, compiled: CompiledStep, inputs: Mapping[str, Any]) -> None:
         """Raise ``Finished`` after the last token, or return if a step with these arguments is not the loop's."""
-        _waiting.set(None)
+        _waiting.set(_none)
         others = dict(inputs)
         token, given = others.pop("input_ids", None), others.pop("attention_mask", None)
         positions = {name: others.pop(name) for name in _POSITIONS if others.get(name) is not None}
         layer_type, mask = next(iter(given.items())) if isinstance(given, dict) and len(given) == 1 else (None, given)
         if not self._takes(token, mask, positions, others):
             return
-        if compiled.buffers is None or not compiled.buffers.fits(mask, positions):
-            compiled.buffers = Buffers(mask, positions)
-        buffers = compiled.buffers
-        buffers.start(self._prompt, token[:, 0], mask, positions)
-        buffers.end_with(self._ends, self._pad)
-        raise Finished(self, self._run(buffers, lambda: compiled.decode(buffers, layer_type, others)))
+        held, compiled.buffers = compiled.buffers, None  # another thread gets others
+        buffers = held if held is not None and held.fits(mask, positions) else Buffers(mask, positions)
+        try:
+            buffers.start(self._prompt, token[:, 0], mask, positions)
+            buffers.end_with(self._ends, self._pad)
+            sequences = self._run(buffers, lambda: compiled.decode(buffers, layer_type, others))
+        finally:
+            compiled.buffers = buffers
+        raise Finished(self, sequences)
 
     def _takes(self, token: Any, mask: Any, positions: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
         batch = self._prompt.shape[0]
@@ -173,21 +180,20 @@ class Loop:
             if length == self._longest:
                 buffers.record()
             else:
-                logits = step()
-                if self._samples or self._processors:
-                    buffers.chosen.copy_(self._choice(buffers.sequences[:, :length], logits))
+                self._choose(buffers, length, step())
             sent.append(_send(buffers.report))
             if len(sent) > 1:
                 yield _received(*sent.popleft())
         while sent:
             yield _received(*sent.popleft())
 
-    def _choice(self, sequences: Tensor, logits: Tensor) -> Tensor:
-        """The next tokens, by the operations of transformers."""
-        scores = self._processors(sequences.contiguous(), logits.to(dtype=torch.float32, copy=True))
-        if not self._samples:
-            return scores.argmax(-1)
-        return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+    def _choose(self, buffers: Buffers, length: int, logits: Tensor) -> None:
+        """Choose the next tokens by the operations of transformers. Those of the largest logits are chosen already."""
+        if self._samples or self._processors:
+            scores = logits.to(dtype=torch.float32, copy=True)
+            scores = self._processors(buffers.sequences[:, :length].contiguous(), scores)
+            chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if self._samples else scores.argmax(-1)
+            buffers.chosen.copy_(chosen)
 
 
 def _send(report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -197,7 +203,7 @@ def _send(report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     copy = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
     copy.copy_(report, non_blocking=True)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(report.device))
+    event.record(_stream(report.device))
     return copy, event
 
 
@@ -209,12 +215,17 @@ def _received(copy: Tensor, event: torch.cuda.Event | None) -> Tensor:
 
 # ---- when the loop applies -------------------------------------------------------------------------------------------
 
-_waiting: ContextVar[Loop | None] = ContextVar("waiting", default=None)
+
+def _none() -> None:
+    return None
+
+
+_waiting: ContextVar[Callable[[], Loop | None]] = ContextVar("waiting", default=_none)
 
 
 def waiting() -> Loop | None:
     """The loop that takes over at the next compiled step, if it can."""
-    return _waiting.get()
+    return _waiting.get()()
 
 
 def with_decoding_loop(upstream: Any) -> Any:
@@ -222,43 +233,50 @@ def with_decoding_loop(upstream: Any) -> Any:
     parameters = inspect.signature(upstream)
 
     def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loop = _loop_of(self, parameters.bind(self, *args, **kwargs).arguments)
-        outer = [(variable, variable.set(value)) for variable, value in ((_waiting, loop), (compiles, False))]
-        try:
-            return upstream(self, *args, **kwargs)
-        except Finished as finished:
-            if finished.loop is not loop:
-                raise
-            return finished.sequences
-        finally:
-            for variable, token in outer:
-                variable.reset(token)
+        loop = functools.cache(functools.partial(_loop_of, self, parameters.bind(self, *args, **kwargs).arguments))
+        with _setting(_waiting, loop), _setting(compiles, False):
+            try:
+                return upstream(self, *args, **kwargs)
+            except Finished as finished:
+                if finished.loop is not loop():
+                    raise
+                return finished.sequences
 
     return _sample
+
+
+@contextmanager
+def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def _loop_of(model: Any, given: Mapping[str, Any]) -> Loop | None:
     """The loop with these arguments of transformers' own, if nothing but them decides about the tokens."""
     from transformers import GenerationMixin
 
-    config, prompt, more = given.get("generation_config"), given.get("input_ids"), given.get("model_kwargs", {})
-    stops = _stops(given.get("stopping_criteria", ()))
+    if not all(name in given for name in ("input_ids", "logits_processor", "stopping_criteria", "generation_config")):
+        return None
+    config, prompt = given["generation_config"], given["input_ids"]
+    mask = given.get("model_kwargs", {}).get("attention_mask")
+    stops = _stops(given["stopping_criteria"])
     if stops is None or given.get("synced_gpus") or any(getattr(config, name, None) for name in _UPSTREAM):
         return None
     longest, ends = stops
-    mask = more.get("attention_mask")
     simple = (
-        isinstance(prompt, Tensor)
-        and prompt.dim() == 2
+        prompt.dim() == 2
         and prompt.dtype == torch.int64
         and prompt.device.type in ("cuda", "cpu")
         and (mask is None or mask.dim() == 2)
-        # A cache of the caller keeps what it holds, and the loop computes tokens behind the end. transformers makes
-        # the cache itself if its kind was asked for.
+        # A cache of the caller must not get what the loop computes behind the end. transformers made the cache if the
+        # configuration names its kind.
         and (not ends or (config._pad_token_tensor is not None and config.cache_implementation is not None))
         and all(type(one).__module__.startswith("transformers.") for one in given["logits_processor"])
         and all(name not in vars(model) for name in _OWN)
-        and all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in _OWN)
+        and all(getattr(type(model), name, None) is getattr(GenerationMixin, name, name) for name in _OWN)
         and not hasattr(model, "create_masks_for_generate")
         and not model.config.is_encoder_decoder
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
@@ -290,6 +308,10 @@ def _is_cache(value: Any) -> bool:
     from transformers import StaticCache
 
     return isinstance(value, StaticCache) and not getattr(value, "offloading", False)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

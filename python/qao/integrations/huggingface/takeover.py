@@ -43,7 +43,8 @@ def register() -> None:
     wrap(modeling_utils.PreTrainedModel, "from_pretrained", _from_pretrained)
     wrap(modeling_utils.PreTrainedModel, "get_compiled_call", with_backend)
     wrap(utils, "create_masks_for_generate", with_decoding_mask)
-    wrap(utils.GenerationMixin, "_sample", with_decoding_loop)
+    if hasattr(utils.GenerationMixin, "_sample"):  # a private method
+        wrap(utils.GenerationMixin, "_sample", with_decoding_loop)
     if hasattr(utils, "DeferredStopCheck"):  # since transformers 5.17
         wrap(utils.DeferredStopCheck, "is_supported", with_deferred_stop)
 
