@@ -1,6 +1,6 @@
 """Decoding loop of ``generate()`` with a static cache and one compiled step per token.
 
-Between two steps transformers launches some thirty small kernels: it converts the logits, chooses the token, appends
+Between two steps transformers launches some 25 small kernels: it converts the logits, chooses the token, appends
 it, tests for the end and makes the arguments of the next step. Here the compiled step does all of that on buffers that
 stay in place. transformers computes the prompt, the first token and the arguments of the first step. At the call of
 that step the loop takes over, if it knows every argument, and an exception brings its result past the rest of
