@@ -92,6 +92,14 @@ def test_tokens_of_transformers(
     assert taken == [results[0].shape[1] - PROMPT - 1]
 
 
+def test_a_prompt_of_embeddings(taken: list[int], device: str) -> None:
+    model = quantized("llama", device)
+    embeddings = model.get_input_embeddings()(torch.arange(20, 29, device=device)[None]).detach()
+    given = {"attention_mask": torch.ones(1, PROMPT, dtype=torch.int64, device=device), "max_new_tokens": 6}
+    found, expected = (model.generate(inputs_embeds=embeddings, **given, **more) for more in (STATIC, {}))
+    assert torch.equal(found, expected) and found.shape == (1, 6) and taken == [5]
+
+
 ENDS: dict[str, tuple[int, ...]] = {
     "in the first step": (0, 0, 0),
     "one row in the first step": (0, 3, 6),
