@@ -223,6 +223,10 @@ __device__ __forceinline__ const uint8_t* opaque(const uint8_t* value) {
   return value;
 }
 
+// Address of a kernel's dynamic shared memory. Without `opaque` it may be computed again in each iteration of a
+// mainloop, from a special register that takes long to read.
+__device__ __forceinline__ uint32_t shared_memory(const void* memory) { return opaque(shared_address(memory)); }
+
 // (a & b) | c in one instruction.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;

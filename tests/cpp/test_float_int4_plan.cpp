@@ -108,7 +108,7 @@ TEST_CASE("what a decode plan tells the kernel covers the product and fits the s
       REQUIRE(gemm::plan(scaled, gpu, &plan).ok());
       if (plan.family != Family::kSm90SkinnyRingX) continue;
       INFO(describe(scaled, gpu) << ": " << to_string(plan));
-      const RingXConfig& config = kRingX[plan.config];
+      const Config& config = kRingX[plan.config];
       const int clusters = static_cast<int>(plan.ctas / plan.split_k);
       RingXParams d;
       int shared_bytes;
@@ -144,7 +144,7 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
       INFO(describe(scaled, gpu) << ": " << to_string(plan));
       ++served;
       CHECK(plan.split_k == 1);
-      const SmemXConfig& config = kSmemX[plan.config];
+      const Config& config = kSmemX[plan.config];
       const int ctas = static_cast<int>(plan.ctas), limit = static_cast<int>(plan.shared_bytes);
       SmemXParams d;
       int shared_bytes;
@@ -187,7 +187,7 @@ TEST_CASE("a product with RMSNorm before it is one kernel for few tokens from Ho
       CHECK(gpu.compute_capability >= 90);
       CHECK(problem.x_dtype == DType::kBFloat16);
       CHECK(problem.k % kStepColumns == 0);
-      const SmemXConfig& config = kSmemX[plan.config];
+      const Config& config = kSmemX[plan.config];
       SmemXParams d;
       int shared_bytes;
       REQUIRE(smem_x_params(normed, config, static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes), &d,
@@ -222,7 +222,7 @@ TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kerne
         const std::string about = describe(scaled, gpu) + ": " + to_string(plan);
         INFO(about);
         ++served;
-        const TmaXConfig& config = kTmaX[plan.config];
+        const Config& config = kTmaX[plan.config];
         const int ctas = static_cast<int>(plan.ctas), limit = static_cast<int>(plan.shared_bytes);
         TmaXParams d;
         int shared_bytes;

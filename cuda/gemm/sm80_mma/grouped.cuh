@@ -59,7 +59,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const TileIndex at = tile_of(r);
   const Share share = find_share<Tile::kM>(r, at.tokens);
   if (share.rows == 0) return;
-  const uint32_t address = ptx::shared_address(shared), table = address + r.table_at;
+  const uint32_t address = ptx::shared_memory(shared), table = address + r.table_at;
   // Rows that belong to no expert become zeros
   if (share.expert == r.experts) {
     const Epilogue& e = p.epilogue;

@@ -51,6 +51,19 @@ __device__ __forceinline__ void make_operand(uint32_t word, uint32_t (&a)[4]) {
   a[0] = word & 0x000F000F, a[1] = word & 0x00FF00FF, a[2] = odd & 0x000F000F, a[3] = odd;
 }
 
+// Promotes the product of a group of int4 W: sum += scale (product - zero point * sum of x). `product` has tokens 0 and
+// 1 of row g, then of row g + 8, where it is that of q[g] + 16 q[g + 8].
+template <int at_least_two>
+__device__ __forceinline__ void promote(const float (&product)[4], const float (&x_sum)[at_least_two],
+                                        const float (&scale)[2], const float (&zero)[2], float (&sum)[4]) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float low = product[e], both = product[e + 2];
+    sum[e] += scale[0] * (low - zero[0] * x_sum[e]);
+    sum[e + 2] += scale[1] * (both - low - zero[1] * (16 * x_sum[e]));
+  }
+}
+
 // Adds to `value` the partial sums of `slices`, `distance` bytes apart from shared address `from`, in a fixed order.
 template <int slices>
 __device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&value)[4]) {
@@ -120,15 +133,18 @@ __device__ __noinline__ float4 exact(const Params& p, const Partition& d, const 
   return {sum[0], sum[1], sum[2], sum[3]};
 }
 
-// The whole warp recomputes each lane's value that is not finite. A separate function keeps this rare case out of the
-// instruction cache.
+// The whole warp recomputes each lane's value that is not finite, with the lane's weight. A separate function keeps
+// this rare case out of the instruction cache.
 template <typename X>
 __device__ __noinline__ float4 repaired(const Params& p, const Partition& d, const uint8_t* weight,
                                         const uint8_t* scales, int n, int token, uint32_t lanes, float4 value) {
   for (; lanes != 0; lanes &= lanes - 1) {
     const int from = __ffs(lanes) - 1;
-    const float4 again =
-        exact<X>(p, d, weight, scales, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
+    const auto of_lane = [&](const uint8_t* pointer) {
+      return reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(pointer), from));
+    };
+    const float4 again = exact<X>(p, d, of_lane(weight), of_lane(scales), __shfl_sync(kAllLanes, n, from),
+                                  __shfl_sync(kAllLanes, token, from));
     if (static_cast<int>(threadIdx.x % 32) == from) value = again;
   }
   return value;

@@ -11,7 +11,7 @@
 namespace qao::gemm::sm90_skinny {
 
 using GroupedRingXTile = Tile<8, 4, 12, 4>;
-constexpr RingXConfig kGroupedRingX = config_of<GroupedRingXTile>();
+constexpr Config kGroupedRingX = config_of<GroupedRingXTile>();
 
 // Parameters for dividing the token tiles of a routing among CTAs. Only the device knows the number of tiles.
 struct Spread {
@@ -41,8 +41,8 @@ QAO_HOST_DEVICE int sharing(const Spread& s, int tiles) {
 
 // Tiles of tma_x.cuh for grouped GEMMs. The first that fits is used, depending on K.
 using GroupedTmaXTiles = std::tuple<Tile<16, 5, 8, 2>, Tile<12, 3, 8, 2>>;
-constexpr TmaXConfig kGroupedTmaX[] = {config_of<std::tuple_element_t<0, GroupedTmaXTiles>>(),
-                                       config_of<std::tuple_element_t<1, GroupedTmaXTiles>>()};
+constexpr Config kGroupedTmaX[] = {config_of<std::tuple_element_t<0, GroupedTmaXTiles>>(),
+                                   config_of<std::tuple_element_t<1, GroupedTmaXTiles>>()};
 using GroupedTmaXKernel = void (*)(Int4Params, TmaXParams, Routing, Spread);
 GroupedTmaXKernel grouped_tma_x_kernel(int config, bool zeros, bool half);
 inline bool grouped_tma_x_params(const Problem& problem, int config, int room, TmaXParams* to, int* shared_bytes) {

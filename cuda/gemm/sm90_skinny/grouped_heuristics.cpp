@@ -16,7 +16,7 @@ constexpr int64_t kMostRows = 6, kMostRowsOfFp4 = 4;
 // Limits with x in shared memory: the end of a pass costs relatively less with more columns.
 constexpr int64_t kMostRowsInMemory = 8, kMostRowsOfManyColumns = 12, kManyColumns = 4096;
 
-int64_t most_rows_in_memory(const Problem& problem, const TmaXConfig& config) {
+int64_t most_rows_in_memory(const Problem& problem, const Config& config) {
   return problem.k >= kManyColumns && config.tokens == kTmaXTokens ? kMostRowsOfManyColumns : kMostRowsInMemory;
 }
 
@@ -30,7 +30,7 @@ void plan_ctas(const Experts& experts, int64_t places, Plan* plan) {
 
 bool plan_grouped_tma_x(const Problem& problem, const Experts& experts, int64_t average, const Gpu& gpu, Plan* plan) {
   for (int i = 0; i < static_cast<int>(std::size(kGroupedTmaX)); ++i) {
-    const TmaXConfig& config = kGroupedTmaX[i];
+    const Config& config = kGroupedTmaX[i];
     TmaXParams cut;
     int shared_bytes;
     const int room = gpu.shared_bytes_per_cta - kGroupedStaticBytes;

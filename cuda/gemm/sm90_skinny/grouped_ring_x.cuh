@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(Mma::Tile::kThreads, Mma::Tile::kCtasPerSm)
   ptx::wait_for_previous_kernel();  // it may have written the routing
   ptx::launch_dependents();
   for_each_part<Mma::Tile::kTokens>(p, r, spread, blockIdx.y, gridDim.y, [&](const Part& part) {
-    GroupedCta<Mma> cta(p, cut, r, part, ptx::shared_address(shared));
+    GroupedCta<Mma> cta(p, cut, r, part, ptx::shared_memory(shared));
     auto ahead = cta.first();
     cta.fill(ahead, cta.row_of_lane());
     walk(cta, cta.mma(), ahead, cta.passes());

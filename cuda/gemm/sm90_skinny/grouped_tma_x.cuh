@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Mma::Tile::kThreads, 1)
   ptx::wait_for_previous_kernel();  // it may have written the routing
   ptx::launch_dependents();
   for_each_part<kTokens>(p, r, spread, blockIdx.x, gridDim.x, [&](const Part& part) {
-    const GroupedCta<Mma> cta(p, cut, r, part, ptx::shared_address(memory));
+    const GroupedCta<Mma> cta(p, cut, r, part, ptx::shared_memory(memory));
     if (threadIdx.x < kTokens) rows_of_x<kTokens>()[threadIdx.x] = cta.row_of_lane();
     __syncthreads();
     auto ahead = cta.first();

@@ -35,7 +35,7 @@ void fill(const Problem& problem, Family family, const char* reason, const Confi
 
 // Fills in `plan` if this row of tiles_ring_x.inc can run the problem with `split` CTAs splitting K.
 bool fill_ring_x(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
-  const RingXConfig& config = kRingX[index];
+  const Config& config = kRingX[index];
   const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, tiles_n(problem.n)));
   RingXParams params;
   int shared_bytes;
@@ -49,7 +49,7 @@ bool fill_ring_x(const Problem& problem, const Gpu& gpu, int index, int split, P
   return true;
 }
 
-bool ring_x_serves(const Problem& problem, const RingXConfig& config) {
+bool ring_x_serves(const Problem& problem, const Config& config) {
   if (is_float_fp4(problem) && problem.k <= problem.group_size) return false;  // a K-step lies in one group
   return problem.x_dtype == DType::kBFloat16 && problem.m >= 1 && problem.m <= config.tokens;
 }
@@ -64,7 +64,7 @@ bool fill_smem_x(const Problem& problem, const Gpu& gpu, int index, Plan* plan) 
   if (problem.x_dtype == DType::kFloat16 && (problem.normed || is_float_fp4(problem))) return false;
   if (is_float_fp4(problem) && (problem.k <= problem.group_size || problem.normed)) return false;
   if (problem.m < 1 || problem.m > kSmemXTokens) return false;
-  const SmemXConfig& config = kSmemX[index];
+  const Config& config = kSmemX[index];
   const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n) >> problem.gated));
   SmemXParams params;
   int shared_bytes;
@@ -136,7 +136,7 @@ bool plan_plain(const Problem& problem, const Gpu& gpu, Plan* plan) {
 // Fills in `plan` if this row of tiles_tma_x.inc can run the problem.
 bool fill_tma_x(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
   if (!is_float_int4(problem) || problem.m <= kSmemXTokens || problem.m > kTmaXTokens) return false;
-  const TmaXConfig& config = kTmaX[index];
+  const Config& config = kTmaX[index];
   const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n)));
   TmaXParams params;
   int shared_bytes;
@@ -169,7 +169,7 @@ bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gp
   if (problem.normed && !norm_fits(problem, gpu)) return false;
   int64_t fewest = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kSmemX)); ++index) {
-    const SmemXConfig& config = kSmemX[index];
+    const Config& config = kSmemX[index];
     if (problem.gated && config.tiles_n != 2) continue;
     int passes = 0;
     for (const int64_t n : problem.gated ? rows.first(1) : rows) {

@@ -29,7 +29,7 @@ constexpr MergedKernel (*kKernels[])(int, bool) = {
 Status launch_merged(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
                      const X& x, void* stream) {
   const Params params = int4_params(problem, plan, arguments, x);
-  const SmemXConfig& config = kSmemX[plan.config];
+  const Config& config = kSmemX[plan.config];
   MergedParts of{};
   int passes = 0;
   of.count = problem.gated ? 1 : static_cast<int>(parts.size());

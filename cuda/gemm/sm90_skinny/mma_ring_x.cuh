@@ -123,16 +123,11 @@ class Mma {
         for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
           for (int j = 0; j < kTM; ++j) {
+            if constexpr (kFp4) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float low = product[i][j][e], both = product[i][j][e + 2], x = x_sum[group][j][e];
-              if constexpr (kFp4) {
-                sum[first][j][e] += scale[0][0] * low;
-                sum[first][j][e + 2] += scale[0][1] * both;
-              } else {
-                sum[first + i][j][e] += scale[i][0] * (low - zero[i][0] * x);
-                sum[first + i][j][e + 2] += scale[i][1] * (both - low - zero[i][1] * (16 * x));
-              }
+              for (int e = 0; e < 4; ++e) sum[first][j][e] += scale[0][e / 2] * product[0][j][e];
+            } else {
+              promote(product[i][j], x_sum[group][j], scale[i], zero[i], sum[first + i][j]);
             }
           }
         }

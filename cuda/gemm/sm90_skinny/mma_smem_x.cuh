@@ -73,12 +73,7 @@ class Mma {
       } else {
         const float scale[2] = {parameter(0), parameter(1)};
         const float zero[2] = {zeros ? parameter(2) : kSymmetricZero, zeros ? parameter(3) : kSymmetricZero};
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float low = product[i][e], both = product[i][e + 2], xs = x_sum[e];
-          sum[i][e] += scale[0] * (low - zero[0] * xs);
-          sum[i][e + 2] += scale[1] * (both - low - 16 * zero[1] * xs);
-        }
+        promote(product[i], x_sum, scale, zero, sum[i]);
       }
     }
   }

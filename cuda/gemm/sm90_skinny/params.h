@@ -49,21 +49,18 @@ template <typename Tile>
 constexpr Config config_of() {
   return {Tile::kTokens, Tile::kTilesN, Tile::kWarps, Tile::kStages, Tile::kCtasPerSm, Tile::kPaddedRow};
 }
-using SmemXConfig = Config;
-using TmaXConfig = Config;
-using RingXConfig = Config;
 
-constexpr SmemXConfig kSmemX[] = {
+constexpr Config kSmemX[] = {
 #define QAO_SMEM_X(...) config_of<Tile<__VA_ARGS__>>(),
 #include "gemm/sm90_skinny/tiles_smem_x.inc"
 #undef QAO_SMEM_X
 };
-constexpr TmaXConfig kTmaX[] = {
+constexpr Config kTmaX[] = {
 #define QAO_TMA_X(...) config_of<Tile<__VA_ARGS__>>(),
 #include "gemm/sm90_skinny/tiles_tma_x.inc"
 #undef QAO_TMA_X
 };
-constexpr RingXConfig kRingX[] = {
+constexpr Config kRingX[] = {
 #define QAO_RING_X(...) config_of<Tile<__VA_ARGS__>>(),
 #include "gemm/sm90_skinny/tiles_ring_x.inc"
 #undef QAO_RING_X
@@ -151,8 +148,8 @@ inline int passes_over_part(int64_t n, bool gated, int tiles_n) {
 // Returns false if a K-step has more groups than the columns of an MMA or the lanes that copy scales can handle, or if
 // a CTA needs more than `shared_limit` bytes. `passes`: those over several weights, which row_tiles then counts instead
 // of n-tiles, or 0.
-inline bool smem_x_params(const Problem& problem, const SmemXConfig& config, int ctas, int shared_limit,
-                          SmemXParams* to, int* shared_bytes, int passes = 0) {
+inline bool smem_x_params(const Problem& problem, const Config& config, int ctas, int shared_limit, SmemXParams* to,
+                          int* shared_bytes, int passes = 0) {
   SmemXParams d{};
   d.normed = problem.normed, d.gated = problem.gated;
   const int row_tiles = passes > 0 ? passes : static_cast<int>(tiles_n(problem.n)) >> d.gated;
@@ -196,7 +193,7 @@ struct TmaXParams : Partition {
 
 // Returns false if K is not a multiple of a K-step, if a group is smaller than a K-step, if scales are wider than 16
 // bits, if TMA cannot read x, or if a CTA needs more than `shared_limit` bytes.
-inline bool tma_x_params(const Problem& problem, const TmaXConfig& config, int ctas, int shared_limit, TmaXParams* to,
+inline bool tma_x_params(const Problem& problem, const Config& config, int ctas, int shared_limit, TmaXParams* to,
                          int* shared_bytes) {
   if (size_of(problem.scale_dtype) != 2 || !problem.x_aligned) return false;
   if (tiles_k(problem.k) % 2 != 0) return false;
@@ -228,7 +225,7 @@ struct RingXParams : Partition {
 
 // Fills in the parameters for `clusters` clusters of `split` CTAs. Returns false if a CTA needs more than
 // `shared_limit` bytes.
-inline bool ring_x_params(const Problem& problem, const RingXConfig& config, int split, int clusters, int shared_limit,
+inline bool ring_x_params(const Problem& problem, const Config& config, int split, int clusters, int shared_limit,
                           RingXParams* to, int* shared_bytes) {
   RingXParams d{};
   const int most = fill_walk(problem, config, static_cast<int>(tiles_n(problem.n)), clusters, &d);
@@ -263,7 +260,7 @@ inline bool ring_x_params(const Problem& problem, const RingXConfig& config, int
 }
 
 // Shared memory per CTA that lets config.ctas_per_sm CTAs share an SM. Each CTA uses 1 KB more than it requests.
-inline int ring_x_shared_limit(const RingXConfig& config, int shared_bytes_per_cta) {
+inline int ring_x_shared_limit(const Config& config, int shared_bytes_per_cta) {
   return (shared_bytes_per_cta + 1024) / config.ctas_per_sm - 1024;
 }
 

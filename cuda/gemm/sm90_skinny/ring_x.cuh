@@ -105,9 +105,11 @@ struct Cta : SlotCta<typename Mma_::Tile, RingXParams> {
     const int ranks = gridDim.x;
     for_each_quad(*this, pass, slots, blockIdx.x, ranks, [&](const Quad& at) {
       float value[4] = {};
-      for (int r = 0; at.exists && r < ranks; ++r) {
-        const float4 part = ptx::load_cluster_float4(ptx::cluster_address(this->partial_of(at), r));
-        value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
+      if (at.exists) {
+        for (int r = 0; r < ranks; ++r) {
+          const float4 part = ptx::load_cluster_float4(ptx::cluster_address(this->partial_of(at), r));
+          value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
+        }
       }
       finish(at, value);
     });
@@ -119,7 +121,7 @@ template <typename Mma>
 __global__ void __launch_bounds__(Mma::Tile::kThreads, Mma::Tile::kCtasPerSm)
     sm90_skinny_ring_x(const __grid_constant__ Params p, const __grid_constant__ RingXParams d) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Cta<Mma> cta(p, d, ptx::shared_address(shared));
+  const Cta<Mma> cta(p, d, ptx::shared_memory(shared));
   cta.prefetch_first_pass();
   auto ahead = cta.first();
   const Mma mma = cta.mma();

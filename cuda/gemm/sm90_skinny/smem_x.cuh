@@ -122,8 +122,8 @@ struct Cta : SlotCta<typename Mma::Tile, SmemXParams> {
       for (int e = 0; e < 4; ++e) value[e] *= factor;
     }
     if constexpr (merged) {
-      repair_part(at.part, at.n, at.token, value);
       const MergedParts::Part& part = parts->part[at.part];
+      repair<FewX<T>>(p, d, part.weight, part.scales, at.n, at.token, value);
       if (at.exists) add_bias(part.bias, p.bias_dtype, part.n, at.n, value);
     } else {
       repair<FewX<T>>(p, d, at.n, at.token, value);
@@ -144,17 +144,6 @@ struct Cta : SlotCta<typename Mma::Tile, SmemXParams> {
       store_rows<T>(p.y, p.n >> gated(), at.n, at.token, value);
     }
   }
-  // The same as repair() for lanes with rows of different weights.
-  __device__ __forceinline__ void repair_part(int part, int n, int token, float (&value)[4]) const {
-    uint32_t wrong = __ballot_sync(kAllLanes, !isfinite(value[0] + value[1] + value[2] + value[3]));
-    for (; wrong != 0; wrong &= wrong - 1) {
-      const int from = __ffs(wrong) - 1;
-      const MergedParts::Part& of = parts->part[__shfl_sync(kAllLanes, part, from)];
-      const float4 again = exact<FewX<T>>(p, d, of.weight, of.scales, __shfl_sync(kAllLanes, n, from),
-                                          __shfl_sync(kAllLanes, token, from));
-      if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
-    }
-  }
 };
 
 // The kernel's body.
@@ -163,7 +152,7 @@ __device__ __forceinline__ void run(const Params& p, const SmemXParams& d, const
   extern __shared__ __align__(1024) uint8_t shared[];
   using T = typename Mma::T;
   constexpr int kThreads = Mma::Tile::kThreads;
-  const Cta<Mma, merged> cta(p, d, parts, ptx::opaque(ptx::shared_address(shared)));
+  const Cta<Mma, merged> cta(p, d, parts, ptx::shared_memory(shared));
   cta.prefetch_passes();
   if (d.normed && p.norm.weight != nullptr && threadIdx.x == 32 && blockIdx.x < 4) {
     ptx::prefetch_l2(p.norm.weight, p.k * 2);

@@ -51,8 +51,8 @@ class Mma {
       for (int i = 0; i < kR; ++i) {
         words[i] = ptx::load_shared_16(stage + weights_ + i * kStepBytes + box * kTileBytes);
       }
-#pragma unroll
       // Load x, convert W and issue the MMAs
+#pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         uint32_t b[kColumnTiles][4];
 #pragma unroll
@@ -93,14 +93,7 @@ class Mma {
       float zero[2] = {kSymmetricZero, kSymmetricZero};
       if constexpr (zeros) zero[0] = Scale::low(parameters[i][1]), zero[1] = Scale::high(parameters[i][1]);
 #pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float first = product[i][j][e], both = product[i][j][e + 2];
-          sum[i][j][e] += scale[0] * (first - zero[0] * xs[j][e]);
-          sum[i][j][e + 2] += scale[1] * (both - first - 16 * zero[1] * xs[j][e]);
-        }
-      }
+      for (int j = 0; j < kColumnTiles; ++j) promote(product[i][j], xs[j], scale, zero, sum[i][j]);
     }
   }
 
@@ -226,7 +219,7 @@ __global__ void __launch_bounds__(Mma::Tile::kThreads, 1)
     sm90_skinny_tma_x(const __grid_constant__ Params p, const __grid_constant__ TmaXParams d,
                       const __grid_constant__ CUtensorMap x) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  const Cta<Mma> cta(p, d, ptx::shared_address(memory));
+  const Cta<Mma> cta(p, d, ptx::shared_memory(memory));
   cta.expect_x();
   cta.prefetch_first_pass();
   if (threadIdx.x == 0) qao::tma::prefetch_map(&x);
