@@ -24,7 +24,7 @@ from .llama import BASELINE, check_logits
 from .llama_model import COMMON, PRESETS, cache_keyword, weights_mib
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
-from .result_files import earlier, write
+from .result_files import OF_ROWS, dated, earlier, join, write
 from .schemes import LAYER_SCHEMES, without_search
 from .timing import seconds_of
 
@@ -51,6 +51,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--context", type=int, default=CONTEXT, metavar="T", help="tokens of the prompt")
     command.add_argument("--steps", type=int, default=STEPS, metavar="T", help="timed tokens")
     command.add_argument("--backend", default="qao", help="of torch.compile, for quantized models compiled by hand")
+    command.add_argument("--add", nargs="+", type=Path, metavar="FILE", help="add these results to those in --out")
 
 
 @torch.no_grad()
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
 
     meta = describe(arguments.device) | {"transformers": transformers.__version__, "context": arguments.context}
     warn_if_busy(meta)
-    kept = {_key(row): row for row in earlier(path, meta)}
+    kept = {_key(row): row for row in earlier(path, meta, OF_ROWS)}
     for word in arguments.schemes:
         gc.collect()
         torch._dynamo.reset()
@@ -76,12 +77,17 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
             expected = logits if expected is None else expected
             if logits is not None and expected is not None:
                 check_logits(logits, expected, f"{word}, {way}")
-            row = about | {"way": way} | row
+            row = dated(meta, about | {"way": way} | row)
             print(f"{word:<20} {way:<9} {row['tokens_s']:8.1f} tokens/s, first call {row['first_s']:.1f} s", flush=True)
             kept[_key(row)] = row
             write({"meta": meta, "rows": list(kept.values())}, path)
         del model
     return {"meta": meta, "rows": list(kept.values())}
+
+
+def add(arguments: argparse.Namespace, path: Path) -> None:
+    """Add the rows of the files ``--add`` to the results at ``path``."""
+    join(arguments.add, path, _key)
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -193,7 +199,7 @@ def render(results: dict[str, Any]) -> str:
     """The Markdown of one results file: tokens per second by scheme and way, in relation to bfloat16."""
     meta, rows = results["meta"], results["rows"]
     cells = {(row["model"], row["batch"], row["scheme"], row["way"]): row for row in rows}
-    parts = [f"{caption(meta)}; transformers {meta['transformers']}, a prompt of {meta['context']} tokens."]
+    parts = [f"{caption(meta, rows)}; transformers {meta['transformers']}, a prompt of {meta['context']} tokens."]
     for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
         ways = [way for way in WAYS if any(row["way"] == way for row in mine)]

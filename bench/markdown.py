@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .result_files import runs_of
+
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table with the first column left-aligned, the others right-aligned."""
@@ -12,8 +14,10 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, rule, *lines])
 
 
-def caption(meta: dict[str, Any]) -> str:
+def caption(meta: dict[str, Any], rows: Sequence[dict[str, Any]] = ()) -> str:
+    """Where and when results were measured. ``rows``: dated ones, if they are of several runs."""
     threads = f", {meta['threads']} threads" if "threads" in meta else ""
     held = ", ".join(f"{name}={value}" for name, value in meta.get("held_by", {}).items())
     threads += f", held to fewer instructions ({held})" if held else ""
-    return f"{meta['device']}{threads}, torch {meta['torch']}, {meta['date']}, sources {meta['source_hash'][:12]}"
+    when = runs_of(rows) if rows else f"{meta['date']}, sources {meta['source_hash'][:12]}"
+    return f"{meta['device']}{threads}, torch {meta['torch']}, {when}"

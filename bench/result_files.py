@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 DIGITS = 7  # significant digits of a float: more than any table shows
 _OF_A_RUN = ("load", "command")  # metadata that may differ between runs of one setting
+OF_ROWS = ("date", "source_hash", "peers")  # metadata that may differ between the rows of a file: see ``dated``
 Results = dict[str, Any]  # {"meta": {...}, "rows": [{...}, ...]}
 
 
@@ -58,6 +59,42 @@ def same_setting(meta: dict[str, Any], other: dict[str, Any], but: tuple[str, ..
     """Whether the metadata of two runs agree, except how a run was started and the keys in ``but``."""
     kept = [{key: one[key] for key in one if key not in (*_OF_A_RUN, *but)} for one in (meta, other)]
     return bool(_rounded(kept[0]) == _rounded(kept[1]))
+
+
+def dated(meta: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the day and the sources of its run, for files with rows of several runs."""
+    return {"date": meta["date"], "sources": meta["source_hash"][:12]} | row
+
+
+def runs_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Days and sources of dated rows, for a caption."""
+    dates, sources = (sorted({row[name] for row in rows}) for name in ("date", "sources"))
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{span}, sources {', '.join(sources)}"
+
+
+def join(
+    files: Sequence[Path],
+    path: Path,
+    key: Callable[[dict[str, Any]], Any],
+    wanted: Callable[[dict[str, Any]], bool] = lambda row: True,
+) -> None:
+    """Add the ``wanted`` rows of earlier runs, which a machine elsewhere wrote, to the results at ``path``.
+
+    A row replaces the one with the same key.
+
+    Raises:
+        ValueError: a file was measured in another setting.
+    """
+    rows: dict[Any, dict[str, Any]] = {}
+    meta: dict[str, Any] = {}
+    for file in [*([path] if path.exists() else []), *files]:
+        found = read(file)
+        if meta and not same_setting(meta, found["meta"], OF_ROWS):
+            raise ValueError(f"{file} was measured in another setting than {path}")
+        meta = found["meta"]
+        rows |= {key(row): dated(meta, row) for row in found["rows"] if file == path or wanted(row)}
+    write({"meta": meta, "rows": list(rows.values())}, path)
 
 
 def dumps(results: Results) -> str:

@@ -28,7 +28,7 @@ import torch
 
 from ..llama_model import PRESETS, head_dim
 from ..meta import describe
-from ..result_files import earlier, read, same_setting, write
+from ..result_files import OF_ROWS, dated, earlier, join, write
 from . import logprobs
 from .checkpoints import BF16, LAYOUTS, OWN, SMALL, config_of
 from .checkpoints import write as write_checkpoint
@@ -65,7 +65,6 @@ _TOKENS = 128  # of a prompt before decoding, and decoded tokens
 _LONGEST = 4096
 # What identifies a row, and the metadata that each row has for itself: the runs of a table take days.
 _KEYS = ("engine", "model", "layers", "gpus", "checkpoint", "contender", "measure", "requests", "tokens", "feature")
-_OF_ROWS = ("date", "source_hash", "peers")
 
 
 def add_arguments(command: argparse.ArgumentParser, engine: str) -> None:
@@ -102,7 +101,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     _ = transformers.AutoConfig, transformers.AutoModelForCausalLM  # imported lazily, which threads must not do at once
     began = time.perf_counter()
     meta = describe(arguments.device)
-    rows, writing = {_key(row): row for row in earlier(path, meta, _OF_ROWS)}, Lock()
+    rows, writing = {_key(row): row for row in earlier(path, meta, OF_ROWS)}, Lock()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.parallel) as pool:
         folder = arguments.folder or Path(temporary)
         turns = Turns(arguments.turns or Path(temporary, "turns"))
@@ -111,7 +110,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
             if time.perf_counter() - began > arguments.budget:
                 print("no time left for a part", flush=True)
                 return
-            for row in map(partial(_dated, meta), part()):
+            for row in map(partial(dated, meta), part()):
                 with writing:  # a thread must not write over the rows of another
                     rows[_key(row)] = row
                     write({"meta": meta, "rows": list(rows.values())}, path)
@@ -132,27 +131,13 @@ def _parts(arguments: argparse.Namespace, folder: Path, turns: Turns) -> list[Ca
     return [partial(_measure, arguments, folder, turns, checkpoint) for checkpoint in arguments.checkpoints]
 
 
-def add(files: list[Path], path: Path, arguments: argparse.Namespace) -> None:
-    """Add the rows of earlier runs, which a machine elsewhere wrote, to the results at ``path``.
+def add(arguments: argparse.Namespace, path: Path) -> None:
+    """Add rows of the chosen model and checkpoints in the files ``--add`` to the results at ``path``."""
 
-    Only rows of the chosen model and checkpoints are added.
-    """
-    rows: dict[tuple[Any, ...], Row] = {}
-    meta: dict[str, Any] = {}
-    for file in [*([path] if path.exists() else []), *files]:
-        found = read(file)
-        if meta and not same_setting(meta, found["meta"], _OF_ROWS):
-            raise ValueError(f"{file} was measured in another setting than {path}")
-        meta = found["meta"]
-        for row in map(partial(_dated, meta), found["rows"]):
-            wanted = row["model"] == arguments.model and row["checkpoint"] in arguments.checkpoints
-            if file == path or wanted:
-                rows[_key(row)] = row
-    write({"meta": meta, "rows": list(rows.values())}, path)
+    def wanted(row: Row) -> bool:
+        return row["model"] == arguments.model and row["checkpoint"] in arguments.checkpoints
 
-
-def _dated(meta: dict[str, Any], row: Row) -> Row:
-    return {"date": meta["date"], "sources": meta["source_hash"][:12]} | row
+    join(arguments.add, path, _key, wanted)
 
 
 def _key(row: Row) -> tuple[Any, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..markdown import table
-from .checkpoints import SMALL
+from ..result_files import runs_of
+from .checkpoints import OWN, SMALL
 from .run import OWN_KERNELS, QAO, REFERENCE, Row
 
 Results = dict[str, Any]
@@ -13,7 +14,7 @@ Results = dict[str, Any]
 
 def render(results: Results) -> str:
     """Tokens per second with qao, and in relation to the engine's own kernels, by checkpoint and requests."""
-    rows = [row for row in results["rows"] if row["model"] not in SMALL]
+    rows = [row for row in results["rows"] if row["model"] not in SMALL and row["measure"] != "feature"]
     parts = []
     for model, layers, gpus in dict.fromkeys((row["model"], row["layers"], row["gpus"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["layers"], row["gpus"]) == (model, layers, gpus)]
@@ -54,6 +55,8 @@ def render_layouts(results: Results) -> str:
         ours, theirs = (_difference(mine, checkpoint, name) for name in (QAO, OWN_KERNELS))
         if ours is not None:
             kernels = (_kernels(mine, checkpoint, QAO) or "Layers") if model == "small-llama" else "Experts"
+            if checkpoint in OWN:
+                kernels = f"{'Layers' if model == 'small-llama' else 'Experts'} in qao's own format"
             said = f"`{checkpoint}` {ours:.4f}" + ("" if theirs is None else f" ({theirs:.4f})")
             by_kernel.setdefault(kernels, []).append(said)
     lines = [f"- {kernel}: {', '.join(said)}" for kernel, said in by_kernel.items()]
@@ -65,9 +68,7 @@ def render_layouts(results: Results) -> str:
 def _versions(rows: list[Row]) -> str:
     engine = {"vllm": "vLLM", "sglang": "SGLang"}[rows[0]["engine"]]
     version = next((row["version"] for row in rows if "version" in row), "")
-    dates, sources = (sorted({row[name] for row in rows}) for name in ("date", "sources"))
-    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{engine} {version}, {span}, sources {', '.join(sources)}"
+    return f"{engine} {version}, {runs_of(rows)}"
 
 
 def _cell(row: Row) -> str:
