@@ -10,6 +10,8 @@ import pytest
 import qao
 import torch
 from qao.checkpoints import open_checkpoint
+from qao.checkpoints.gguf.read import GgufCheckpoint
+from qao.cli import main
 from qao.nn import QuantExperts
 from qao.schemes import GgufWeightOnly
 
@@ -40,7 +42,7 @@ def test_experts_are_quantized_with_a_scheme(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ("mixtral", "qwen3_moe", "olmoe"))
 def test_experts_keep_their_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a scheme, on CPUs with kernels: the values of the file, saved and restored; elsewhere floats."""
+    """Without a scheme, on CPUs with kernels: the values of the file, saved and restored; elsewhere int8."""
     architecture, changes = MODELS[name]
     path = write(tmp_path / "model.gguf", float_model(name, changes), architecture, "Q8_0")
     floats = qao.from_pretrained(path, dequantize=True)
@@ -62,9 +64,43 @@ def test_experts_keep_their_blocks(name: str, tmp_path: Path, monkeypatch: pytes
         assert torch.equal(own.mlp.experts.gate_up_proj, plain.mlp.experts.gate_up_proj)
         assert torch.equal(own.mlp.experts.down_proj, plain.mlp.experts.down_proj)
     monkeypatch.setattr(KEPT, lambda device_map: ())
-    with pytest.warns(UserWarning, match="12 of Q8_0"):  # gate, up and down of four blocks
+    with pytest.warns(UserWarning, match="25 linear layers in Q8_0 are rounded"):  # 8 of them are stacks of experts
         elsewhere = qao.from_pretrained(path, dtype=torch.float32)
-    assert not any(isinstance(one, QuantExperts) for one in elsewhere.modules())
+    experts = [one for one in elsewhere.modules() if isinstance(one, QuantExperts)]
+    assert len(experts) == 4 and all(one.up.scheme == one.down.scheme == qao.Int8WeightOnly() for one in experts)
+
+
+@pytest.mark.parametrize("kind", ("Q4_0", "Q4_1", "Q8_0", "MXFP4"))
+@pytest.mark.parametrize("name", ("qwen3_moe", "gpt_oss", "granitemoeshared", "deepseek_v3"))
+def test_convert_keeps_experts_quantized(name: str, kind: str, tmp_path: Path) -> None:
+    """As it keeps dense layers: in the layout that GPUs run, with the values of the file except for Q8_0."""
+    architecture, changes = MODELS[name]
+    changes = changes | ({"shared_intermediate_size": 64} if name == "granitemoeshared" else {})
+    path = write(tmp_path / "model.gguf", float_model(name, changes), architecture, kind)
+    assert main(["convert", str(path), str(tmp_path / "made"), "--quiet"]) == 0
+    floats = qao.from_pretrained(path, dequantize=True, dtype=torch.float32)
+    made = qao.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    words = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8", "MXFP4": "fp4"}
+    experts = [one for one in made.modules() if isinstance(one, QuantExperts)]
+    assert len(experts) == (3 if name == "deepseek_v3" else 4)
+    assert all(one.up.scheme.word == one.down.scheme.word == words[kind] for one in experts)
+    ids = torch.arange(24)[None]
+    with torch.inference_mode():
+        expected, logits = floats(ids).logits, made(ids).logits
+    if kind == "Q8_0":  # rounding may choose other experts
+        restored = qao.dequantize_(made).state_dict()
+        pairs = [(restored[key], value) for key, value in floats.state_dict().items() if ".experts." in key]
+        assert pairs and all((one - other).norm() <= 0.01 * other.norm() for one, other in pairs)
+    else:
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_experts_in_other_types_become_float(tmp_path: Path) -> None:
+    """As dense layers do: no scheme of qao holds the values, and nothing is rounded without a note."""
+    architecture, changes = MODELS["qwen3_moe"]
+    path = write(tmp_path / "model.gguf", float_model("qwen3_moe", changes), architecture, "Q5_1")
+    read = GgufCheckpoint(path, native=(), stacked=True)
+    assert not read.layers and "Q5_1" in read.notes[0]
 
 
 def test_open_checkpoint_stacks_experts(tmp_path: Path) -> None:

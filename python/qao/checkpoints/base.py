@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..schemes import Scheme
+from ..schemes import GgufWeightOnly, PackedWeight, Scheme, stacked
 
 __all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLayer", "try_open"]
 
@@ -39,7 +39,7 @@ def try_open(file: str | os.PathLike[str]) -> None:
 
 
 class Plain(NamedTuple):
-    """A quantized weight W = (q - zero) * scale [N, K] on the CPU, as ``Scheme.pack`` takes it."""
+    """A quantized weight W = (q - zero) * scale [N, K] on the CPU, as ``Scheme.pack`` takes it. Experts: [E, N, K]."""
 
     q: Tensor
     scales: Tensor
@@ -69,12 +69,19 @@ class QuantizedLayer:
         """
         plain = self.read()
         try:
-            packed = self.scheme.pack(*plain)
+            packed = self._pack(plain)
             if packed.weight_sums is not None and not packed.weight_sums.isfinite().all():
                 raise ValueError("sums of rows of its weight overflow float32: the file is damaged")
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(": ".join(filter(None, (self.where, self.name, str(error))))) from error
         return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}
+
+    def _pack(self, plain: Plain) -> PackedWeight:
+        if self.experts is None or isinstance(self.scheme, GgufWeightOnly):  # which takes all experts together
+            return self.scheme.pack(*plain)
+        q, scales, zeros = plain
+        each = zip(q, scales, [None] * self.experts if zeros is None else zeros, strict=True)
+        return stacked((self.scheme.pack(*one) for one in each), self.experts)
 
     def meta(self) -> dict[str, Tensor]:
         """Meta tensors with the shapes and dtypes that ``pack`` returns. Reads no values."""

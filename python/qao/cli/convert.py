@@ -117,10 +117,11 @@ def _opened(path: Path, to: str | None) -> Checkpoint:
     """A GGUF file becomes GGUF with its own blocks; other layouts must run on GPUs, which have no kernels for these."""
     from ..checkpoints import open_checkpoint
     from ..checkpoints.gguf.read import GgufCheckpoint
+    from ..checkpoints.gguf.rows import stacks_experts
 
     if path.suffix != ".gguf":
         return open_checkpoint(path)
-    return GgufCheckpoint(path) if to == "gguf" else GgufCheckpoint(path, native=())
+    return GgufCheckpoint(path) if to == "gguf" else GgufCheckpoint(path, native=(), stacked=stacks_experts())
 
 
 def _to_gguf(args: argparse.Namespace, source: Checkpoint, reopen: Callable[[], Checkpoint], output: Output) -> int:

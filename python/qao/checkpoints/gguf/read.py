@@ -21,13 +21,14 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import ops
 from ...quant_primitives.integer import quantize_int8
-from ...schemes import GgufWeightOnly, Int4WeightOnly, Int8WeightOnly, Scheme
+from ...schemes import Fp4WeightOnly, GgufWeightOnly, Int4WeightOnly, Int8WeightOnly, Scheme
 from ...schemes.gguf import GGUF_NUMBERS
 from ..base import Checkpoint, CheckpointError, Plain, QuantizedLayer
 from .file import TensorInfo, open_gguf
@@ -53,7 +54,7 @@ class GgufCheckpoint(Checkpoint):
         native: types of which blocks of the file are kept in linear layers. Only CPUs have kernels for them. With any,
             embeddings and stacked experts keep blocks of every type.
         stacked: whether experts are layers ``….experts.up`` and ``….experts.down``, as transformers 5 has them, if the
-            file has them in blocks with kernels.
+            file has them in blocks with kernels; where blocks are not kept, in Q4_0, Q4_1, Q8_0 or MXFP4.
 
     Attributes:
         linears: names of the linear layers that are read as float.
@@ -89,11 +90,17 @@ class GgufCheckpoint(Checkpoint):
         self.mxfp4 = False
         linears = []
         self._others: dict[str, Part] = {}
-        stacks = self._stacks() if stacked and self.native else {}
+        stacks = self._stacks() if stacked and not dequantize else {}
         for part in self._model.parts:
             info = self._file.tensors[part.stored]
             if part.stored in stacks:
-                self.layers[stacks[part.stored].name] = stacks[part.stored]
+                stack = stacks[part.stored]
+                self.rounded += stack.note is not None and stack.name not in self.layers
+                self.layers[stack.name] = stack
+                continue
+            weight = part.stored.replace(".bias", ".weight")
+            if part.fused and weight in stacks:
+                self._others[f"{stacks[weight].name}.bias"] = part
                 continue
             made = self._quantized(part, info)
             if made is not None and not (dequantize and info.type == "Q8_0"):
@@ -141,33 +148,43 @@ class GgufCheckpoint(Checkpoint):
         return QuantizedLayer(part.module, scheme, n, k, (info.name,), read, note)
 
     def _stacks(self) -> dict[str, QuantizedLayer]:
-        """Experts that keep their blocks, by the names of their tensors in the file."""
+        """Experts that stay quantized, by the names of their tensors in the file."""
         made: dict[str, QuantizedLayer] = {}
+        known = GGUF_NUMBERS.keys() if self.native else _EXPERTS.keys()
         for part in self._model.parts:
-            if not (part.expert == 0 or part.stacked) or not part.stored.endswith(".ffn_down_exps.weight"):
+            whole = part.stacked or bool(part.fused)
+            if not (part.expert == 0 or whole) or not part.stored.endswith(".ffn_down_exps.weight"):
                 continue
             names = (part.stored.replace("ffn_down", f"ffn_{one}") for one in ("gate", "up", "gate_up"))
             up = [self._file.tensors[name] for name in names if name in self._file.tensors]
             down = [self._file.tensors[part.stored]]
             kinds = [{info.type for info in infos} for infos in (up, down)]
-            if all(len(kind) == 1 and kind <= GGUF_NUMBERS.keys() for kind in kinds):
-                experts = part.module if part.stacked else part.module.rpartition(".experts.")[0] + ".experts"
+            if all(len(kind) == 1 and kind <= known for kind in kinds):
+                experts = part.module if whole else part.module.rpartition(".experts.")[0] + ".experts"
                 for name, infos in (("up", up), ("down", down)):
-                    made.update(dict.fromkeys((info.name for info in infos), self._stack(f"{experts}.{name}", infos)))
+                    layer = self._stack(f"{experts}.{name}", infos, in_turn=bool(part.fused))
+                    made.update(dict.fromkeys((info.name for info in infos), layer))
         return made
 
-    def _stack(self, name: str, infos: list[TensorInfo]) -> QuantizedLayer:
-        """One projection of all experts, with the rows of several tensors [E, N, K]."""
-        scheme = GgufWeightOnly(infos[0].type)
-        experts, _, k = infos[0].shape
-        row = scheme.row_bytes(k)
+    def _stack(self, name: str, infos: list[TensorInfo], in_turn: bool) -> QuantizedLayer:
+        """One projection of all experts, with the rows of several tensors [E, N, K], in turn or one after the other."""
+        _, n, k = infos[0].shape
+        own = GgufWeightOnly(infos[0].type) if self.native else None
+        scheme, decode, note = _EXPERTS[infos[0].type] if own is None else (own, partial(_checked, own), None)
+        read = partial(self._read_experts, infos, decode, in_turn)
+        keys = tuple(info.name for info in infos)
+        return QuantizedLayer(name, scheme, n * len(infos), k, keys, read, note, infos[0].shape[0])
 
-        def read() -> Plain:
-            rows = [_checked(scheme, self._file.bytes_of(info).view(-1, row), self._where(info)).q for info in infos]
-            return Plain(torch.cat([one.view(experts, -1, row) for one in rows], 1), torch.ones(experts, 1))
-
-        n, keys = sum(info.shape[1] for info in infos), tuple(info.name for info in infos)
-        return QuantizedLayer(name, scheme, n, k, keys, read, experts=experts)
+    def _read_experts(self, infos: list[TensorInfo], decode: Callable[[Tensor, str], Plain], in_turn: bool) -> Plain:
+        """q [E, N, K], and scales and zeros with the same dimension of experts."""
+        count = infos[0].shape[0]
+        made: list[list[Any]] = []
+        stacks = [(self._file.bytes_of(info).view(count, info.shape[1], -1), self._where(info)) for info in infos]
+        for expert in range(count):
+            plain = zip(*(decode(rows[expert], where) for rows, where in stacks), strict=True)
+            made.append([None if one[0] is None else _together(one, in_turn) for one in plain])
+        parts: Any = (None if one[0] is None else torch.stack(one) for one in zip(*made, strict=True))
+        return Plain(*parts)
 
     def tensor(self, name: str) -> Tensor:
         part = self._others[name]
@@ -243,6 +260,13 @@ class GgufCheckpoint(Checkpoint):
         return f"{self._file.path}: tensor {info.name}"
 
 
+def _together(rows: tuple[Tensor, ...], in_turn: bool) -> Tensor:
+    """The rows of several tensors."""
+    if rows[0].shape == (1,):  # the scale of a whole layer
+        return rows[0]
+    return torch.stack(rows, 1).flatten(0, 1) if in_turn else torch.cat(rows)
+
+
 def _check_known(info: TensorInfo, where: str) -> None:
     """Raise CheckpointError unless the package gguf can dequantize the tensor. Called before any read."""
     try:
@@ -310,8 +334,17 @@ def _per_row(rows: Tensor, where: str) -> Plain:
     return Plain(*quantize_int8(weight, clip_search=False, name=where)[:2])
 
 
+def _mxfp4(rows: Tensor, where: str) -> Plain:
+    blocks = rows.unflatten(1, (-1, 17))
+    scales = blocks[..., 0].contiguous()
+    if (scales == 255).any():
+        raise _not_finite(where)
+    return Plain(_nibbles(blocks[..., 1:]).flatten(1), scales.view(torch.float8_e8m0fnu).float())
+
+
 _LINEAR: dict[str, tuple[Scheme, Callable[[Tensor, str], Plain], str | None]] = {
     "Q4_0": (Int4WeightOnly(group_size=32, symmetric=True, scale_dtype=torch.float16), _q4_0, None),
     "Q4_1": (Int4WeightOnly(group_size=32, scale_dtype=torch.float32), _q4_1, None),
     "Q8_0": (Int8WeightOnly(), _per_row, "Q8_0's blocks of 32 columns requantized with one scale per row"),
 }
+_EXPERTS = _LINEAR | {"MXFP4": (Fp4WeightOnly(), _mxfp4, None)}
