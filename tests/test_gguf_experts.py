@@ -18,7 +18,8 @@ from qao.schemes import GgufWeightOnly
 pytest.importorskip("gguf")
 transformers: Any = pytest.importorskip("transformers")
 
-from test_gguf_models import MODELS, float_model, write  # noqa: E402
+from gguf_configs import MODELS  # noqa: E402
+from gguf_files import float_model, write  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
