@@ -35,6 +35,11 @@ LOCAL = {
 }
 GEMMA3 = {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD, "num_hidden_layers": 7}
 LONG = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
+PHIMOE_ROPE = {
+    **{"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
+    **{"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 64},
+}
+FALCON = {"head_dim": ..., "intermediate_size": 4 * HIDDEN, "rope_theta": 10000.0}
 DEEPSEEK = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
     **{"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2},
@@ -139,6 +144,49 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax-m2", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "rotary_dim": 8}),
     "dots1": ("dots1", {**DEEPSEEK, "norm_topk_prob": True, "sliding_window": None}),
 }
+# Of architectures that share a model of transformers with others, or have rows in other places.
+MODELS |= {
+    "glm4_moe bailing": (
+        "bailingmoe2",
+        {**DEEPSEEK, "use_qk_norm": True, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
+    ),
+    "phimoe": (
+        "phimoe",
+        {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
+    ),
+    "phimoe longrope": (
+        "phimoe",
+        {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "attention_bias": True, "rope_scaling": PHIMOE_ROPE},
+    ),
+    "apertus": ("apertus", {"rope_scaling": LLAMA3}),
+    "llama internlm2": ("internlm2", {}),
+    "llama exaone": ("exaone", {"rope_scaling": LLAMA3}),
+    "llama xverse": ("xverse", {}),
+    "granite minicpm": ("minicpm", {**GRANITE, "attention_multiplier": HEAD**-0.5}),
+    "qwen2 vl": ("qwen2vl", {}),
+    "qwen3 vl": ("qwen3vl", {}),
+    "qwen3_moe vl": ("qwen3vlmoe", {**MOE, "norm_topk_prob": True}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm parallel": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5},
+    ),
+    "phi": ("phi2", {"partial_rotary_factor": 0.5}),
+    "gpt_neox": ("gptneox", {"rotary_pct": 0.5, "rotary_emb_base": 5000.0}),
+    "falcon": ("falcon", {**FALCON, "num_kv_heads": 1, "multi_query": True}),
+    "falcon groups": ("falcon", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon one norm": (
+        "falcon",
+        {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    "gpt2": ("gpt2", {"n_inner": FFN, "tie_word_embeddings": True}),
+    "gpt_bigcode": ("starcoder", {"n_inner": FFN, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "bloom": ("bloom", {"tie_word_embeddings": True}),
+    "mpt": ("mpt", {"tie_word_embeddings": True, "max_seq_len": 128, "attn_config": {"clip_qkv": 0.4}}),
+}
 NOT_WRITTEN = ("gpt-oss", "mistral3", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
+NOT_WRITTEN += ("phimoe", "apertus", "stablelm", "phi2", "gptneox", "falcon", "gpt2", "starcoder", "bloom", "mpt")
+# Their models are written as files of another architecture.
+ALIASES = ("bailingmoe2", "internlm2", "exaone", "xverse", "minicpm", "qwen2vl", "qwen3vl", "qwen3vlmoe")
 NOT_WRITTEN += ("ernie4_5-moe", "lfm2", "lfm2moe", "hunyuan-moe", "minimax-m2")
-PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", "olmo", "arcee")
+PERMUTED = ("internlm2", "xverse", "minicpm", "llama", "mistral3", "granite", "granitemoe", "smollm3", "olmo", "arcee")

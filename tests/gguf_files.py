@@ -62,6 +62,8 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     if hasattr(config, "rope_parameters"):
         return config.rope_parameters  # type: ignore[no-any-return]
     scaling = getattr(config, "rope_scaling", None) or {}
+    if not hasattr(config, "rope_theta"):
+        return {}
     flat = {"rope_type": scaling.get("type", "default"), "rope_theta": config.rope_theta, **scaling}
     names = ("partial_rotary_factor", "original_max_position_embeddings")
     return flat | {name: getattr(config, name) for name in names if hasattr(config, name) and name not in flat}
@@ -150,6 +152,19 @@ def lfm2_keys(config: Any) -> dict[str, Any]:
     return keys | ({"expert_gating_func": 2} if config.model_type == "lfm2_moe" else {})
 
 
+def xielu_keys(config: Any) -> dict[str, Any]:
+    """Of values that float_model gives them."""
+    values = {"alpha_p": 0.3, "alpha_n": -0.4, "beta": 0.5, "eps": -1e-6}
+    counts = range(config.num_hidden_layers)
+    return {f"/xielu.{name}": [value + 0.1 * block for block in counts] for name, value in values.items()}
+
+
+def gpt_keys(config: Any) -> dict[str, Any]:
+    keys = {"attention.layer_norm_epsilon": config.layer_norm_epsilon, "feed_forward_length": 4 * HIDDEN}
+    keys |= {"attention.key_length": None, "attention.value_length": None, "context_length": 128}
+    return keys | {"attention.head_count_kv": getattr(config, "num_key_value_heads", HEADS)}
+
+
 # Keys that llama.cpp's conversion computes from config.json; None: left out.
 COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek2": mla_keys,
@@ -174,6 +189,14 @@ COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "qwen35moe": linear_keys,
     "glm4moe": scores,
     "dots1": scores,
+    "bailingmoe2": scores,
+    "apertus": xielu_keys,
+    "gptneox": lambda config: {"use_parallel_residual": config.use_parallel_residual},
+    "falcon": lambda config: {**gpt_keys(config), "attention.head_count_kv": config.num_kv_heads},
+    "gpt2": lambda config: gpt_keys(config) | {"feed_forward_length": config.n_inner},
+    "starcoder": lambda config: gpt_keys(config) | {"feed_forward_length": config.n_inner},
+    "bloom": gpt_keys,
+    "mpt": lambda config: gpt_keys(config) | {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.4},
 }
 
 
@@ -238,6 +261,23 @@ def lfm2_bias(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
     return {name.replace("expert_bias", "expert_bias.bias"): tensor}
 
 
+def heads_of_three(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    if "query_key_value" in name:
+        tensor = tensor.unflatten(0, (HEADS, 3, HEAD)).transpose(0, 1).flatten(0, 2)
+    return {name.removeprefix("transformer.") if config.model_type == "bloom" else name: tensor}
+
+
+def falcon_groups(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    if "query_key_value" not in name:
+        return {name: tensor}
+    groups = tensor.unflatten(0, (config.num_kv_heads, -1, HEAD))
+    return {name: torch.cat([part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])])}
+
+
+def gpt2_linears(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    return {name: tensor.t() if re.search(r"c_(attn|proj|fc)\.weight", name) else tensor}
+
+
 CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
     "deepseek2": split_kv,
     "qwen3next": delta_net,
@@ -249,7 +289,15 @@ CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
     "qwen35": delta_net,
     "gemma4": scalars,
     "qwen35moe": delta_net,
+    "apertus": lambda name, tensor, config: {} if "act_fn" in name else {name: tensor},
+    "gptneox": heads_of_three,
+    "bloom": heads_of_three,
+    "falcon": falcon_groups,
+    "gpt2": gpt2_linears,
 }
+
+
+FUSED = ("bailingmoe2", "phi2")
 
 
 def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
@@ -260,6 +308,7 @@ def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
         pytest.skip("transformers 4 has one kind of rotary embeddings")
     torch.manual_seed(0)
     settings = copy.deepcopy(SIZES | dict(changes))  # transformers changes dictionaries in them
+    settings = {name: value for name, value in settings.items() if value is not ...}
     config = transformers.AutoConfig.for_model(name.split()[0], **settings)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -268,22 +317,41 @@ def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:
                 ("norm.weight", "bias", "layernorm.weight", "scale", "scalar", "norm_1.weight", "norm_2.weight")
             ):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for block, layer in enumerate(model.model.layers if name == "apertus" else ()):
+            for key, values in xielu_keys(config).items():
+                getattr(layer.mlp.act_fn, key.removeprefix("/xielu.")).fill_(values[block])
     return model
+
+
+def fused_qkv(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of keys and values after those of queries, in one tensor."""
+    made = {}
+    for name, tensor in state.items():
+        if found := re.fullmatch(r"(.*layers\.(\d+)\.self_attn)\.q_proj\.(weight|bias)", name):
+            rows = [tensor, *(state[f"{found[1]}.{one}_proj.{found[3]}"] for one in "kv")]
+            made[f"blk.{found[2]}.attn_qkv.{found[3]}"] = torch.cat(rows)
+        elif not re.search(r"self_attn\.[kv]_proj", name):
+            made[name] = tensor
+    return made
 
 
 def stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Experts as transformers 5 has them; version 4 has a module for each, and other names for Granite's."""
     made: dict[str, Tensor] = {}
     experts: dict[str, dict[str, list[Tensor]]] = {}
+    norms: dict[str, list[Tensor]] = {}
     for name, tensor in state.items():
         found = re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", name)
-        if found:
+        if heads := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.\d+\.weight", name):
+            norms.setdefault(f"blk.{heads[1]}.attn_{heads[2]}_norm.weight", []).append(tensor)
+        elif found:
             stem = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.get(found[2], found[2])
             experts.setdefault(found[1], {}).setdefault(stem, []).append(tensor)
         else:
             granite = name.replace("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj")
             granite = granite.replace("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj")
             made[granite.replace("router.layer.", "router.")] = tensor
+    made |= {name: torch.stack(parts) for name, parts in norms.items()}
     for name, parts in experts.items():
         gate, up, down = (torch.stack(parts[one]) for one in ("w1", "w3", "w2"))
         made |= {f"{name}.gate_up_proj": torch.cat((gate, up), 1), f"{name}.down_proj": down}
@@ -296,7 +364,8 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names, made = gguf.get_tensor_name_map(arch, layers), {}
     change = CHANGED.get(architecture, lambda name, tensor, config: {name: tensor})
-    changed = [change(name, tensor, model.config) for name, tensor in stacked(model.state_dict()).items()]
+    state = fused_qkv(model.state_dict()) if architecture in FUSED else model.state_dict()
+    changed = [change(name, tensor, model.config) for name, tensor in stacked(state).items()]
     for name, tensor in (pair for one in changed for pair in one.items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:  # type: ignore[union-attr]
             continue
@@ -358,13 +427,14 @@ def write(
             keys[key] = value
     for key, value in (keys | COMPUTED.get(architecture, lambda config: {})(config)).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}.get(type(value))
+        key = key[1:] if key.startswith("/") else f"{architecture}.{key}"
         if add is not None:
-            add(f"{architecture}.{key}", value)
+            add(key, value)
         elif value is not None:
-            writer.add_array(f"{architecture}.{key}", value)
+            writer.add_array(key, value)
     writer.add_tokenizer_model("none")
     rope = rope_parameters(config)
-    inner = rope.get("full_attention", rope)
+    inner = rope.get("full_attention", rope) or {"rope_type": "none"}
     share = inner.get("partial_rotary_factor", 1.0)
     if inner["rope_type"] == "proportional":
         writer.add_rope_dimension_count(2 * HEAD)
@@ -372,7 +442,8 @@ def write(
         writer.add_tensor("rope_freqs.weight", divisors)
     else:
         writer.add_rope_dimension_count(int(head * share))
-    writer.add_rope_freq_base(inner["rope_theta"])
+    if "rope_theta" in inner:
+        writer.add_rope_freq_base(inner["rope_theta"])
     if inner["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(inner["factor"])

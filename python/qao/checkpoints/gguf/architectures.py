@@ -17,6 +17,8 @@ from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, is_sigmoid
 from .delta_net import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from .gemma4 import GEMMA4
 from .llama4 import LLAMA4
+from .more import MORE
+from .older import FALCON_40B, OLDER
 from .rows import (
     ATTENTION,
     BIASED,
@@ -226,15 +228,51 @@ def _granite_moe(file: Metadata) -> Architecture:
     return row if stacks_experts() else replace(row, stems={**row.stems, **_GRANITE_MOE_4})
 
 
+def _minicpm(file: Metadata) -> dict[str, Any]:
+    if file.has_tensor("rope_factors_long.weight"):
+        raise file.error("MiniCPM with factors for long contexts is not supported")
+    return {"attention_multiplier": (file.number("embedding_length") // file.number("attention.head_count")) ** -0.5}
+
+
+QWEN2 = Architecture("qwen2", "Qwen2ForCausalLM", DENSE, present={})  # q, k and v always have biases
+QWEN3 = Architecture("qwen3", "Qwen3ForCausalLM", DENSE | QK_NORMS)
+QWEN3_MOE = Architecture(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    ATTENTION | QK_NORMS | {"ffn_norm": MLP["ffn_norm"]} | EXPERTS,
+    entries=MOE,
+    fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+)
+MINICPM = Architecture(  # transformers has its scales in Granite
+    "granite",
+    "GraniteForCausalLM",
+    DENSE,
+    entries=tuple(one._replace(default=None) for one in _GRANITE[1:]),
+    permuted=True,
+    configure=_minicpm,
+    written=False,
+)
+
+
 # Rows for files of one architecture that are different models of transformers.
 VARIANTS: dict[str, Callable[[Metadata], Architecture]] = {
     "llama": lambda file: MIXTRAL if file.has_key("expert_count") else LLAMA,
     "mistral3": lambda file: MINISTRAL3 if file.has_key("attention.temperature_scale") else LLAMA,
     "granitemoe": _granite_moe,
     "olmo2": lambda file: OLMO3 if file.has_key(WINDOW.key) else OLMO2,
+    "falcon": lambda file: FALCON_40B if file.has_tensor("blk.0.attn_norm_2.weight") else OLDER["falcon"],
     "deepseek2": lambda file: DEEPSEEK_V3 if is_sigmoid(file) else DEEPSEEK_V2,
 }
 ARCHITECTURES: dict[str, Architecture] = {
+    **MORE,
+    **OLDER,
+    "internlm2": replace(LLAMA, written=False),
+    "xverse": replace(LLAMA, written=False),
+    "exaone": replace(LLAMA, permuted=False, written=False),
+    "minicpm": MINICPM,
+    "qwen2vl": replace(QWEN2, written=False),  # the language models of Qwen-VL, which read text as these do
+    "qwen3vl": replace(QWEN3, written=False),
+    "qwen3vlmoe": replace(QWEN3_MOE, written=False),
     "llama": LLAMA,
     "mistral3": MINISTRAL3,
     "deepseek2": DEEPSEEK_V3,
@@ -257,7 +295,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"sliding_window": None},
         constants=SIGMOID,
     ),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DENSE, present={}),  # q, k and v always have biases
+    "qwen2": QWEN2,
     "qwen2moe": Architecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
@@ -266,14 +304,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         present={},
     ),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", DENSE | QK_NORMS),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        ATTENTION | QK_NORMS | {"ffn_norm": MLP["ffn_norm"]} | EXPERTS,
-        entries=MOE,
-        fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ),
+    "qwen3": QWEN3,
+    "qwen3moe": QWEN3_MOE,
     "qwen3next": QWEN3_NEXT,
     "qwen35": QWEN35,
     "qwen35moe": QWEN35_MOE,

@@ -45,6 +45,8 @@ class Part(NamedTuple):
     sources: tuple[str, ...] = ()  # names in the file of what it is made from
     made: Callable[..., Tensor] | None = None  # from sources in float32; None: of their rows
     stacked: bool = False  # all experts, each with the rows of the sources
+    span: tuple[int, int] | None = None  # first row and end of the rows of ``stored``; None: all
+    like: str = ""  # the row of the table that such rows have; "": that of ``stored``
 
     @property
     def name(self) -> str:
@@ -59,6 +61,7 @@ class Model:
         blocks: number of blocks.
         config: the content of config.json.
         parts: the tensors.
+        computed: tensors that come from the metadata.
 
     Raises:
         CheckpointError: an unknown architecture, tensor or type of rotary embedding.
@@ -76,7 +79,10 @@ class Model:
             raise CheckpointError(f"{file.path}: a file of type {kind!r}, which is not a whole model. {_REMEDY}")
         if arch not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise CheckpointError(f"{file.path}: architecture {arch!r} is not supported, only {known}")
+            raise CheckpointError(
+                f"{file.path}: architecture {arch!r} is not supported. Open the float model of transformers with a "
+                f"scheme instead. Supported are {known}"
+            )
         if isinstance(file, GgufFile) and file.metadata.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
                 f"{file.path}: one part of several, under a name that does not end in -00001-of-0000N.gguf. Restore "
@@ -94,6 +100,8 @@ class Model:
         self._sizes: dict[int, dict[str, int]] = {}
         self._check_shapes()
         self.parts = [part for name in self._stems for part in self._parts(name)]
+        computed = self.architecture.computed
+        self.computed = computed(self) if computed is not None else {}
         read = {source for part in self.parts for source in (part.stored, *part.fused, *part.sources)}
         for name in self._stems:
             if name not in read:
@@ -102,30 +110,28 @@ class Model:
     def is_linear(self, part: Part) -> bool:
         """Whether a part is the weight of an nn.Linear. A tied head, a router and an expert are not."""
         rows = self._symbols(part.stored)
+        if part.stored.endswith("_embd.weight"):
+            return False
         if len(rows) == 3 and rows[0] == "e" and part.made is not None:
             return True
-        return (
-            part.kind == "weight"
-            and len(rows) == 2
-            and rows[0] not in ("e", "1")
-            and part.stored != "token_embd.weight"
-            and "embed" not in part.module
-        )
+        return part.kind == "weight" and len(rows) == 2 and rows[0] not in ("e", "1")
 
     def _symbols(self, stored: str) -> list[str]:
         """Of the tensor in transformers, or of all experts."""
         stem = self._stems[stored][1]
         return (stem.shape if stem.made is None else stem.made.shape).split(" ")
 
-    def row_order(self, name: str) -> Tensor | None:
+    def row_order(self, name: str, like: str = "") -> Tensor | None:
         """int64 [N]: index in the file of each row of the transformers tensor; None: same order.
+
+        ``like``: the row of the table, if not that of the tensor ``name``.
 
         llama.cpp interleaves the halves of a head's rotary pairs: rows 0, D/2, 1, D/2 + 1, …
         """
         made = self._stems[name][1].made
         if made is not None and made.rows is not None:
             return made.rows(self.sizes(_block(name)))
-        stem = name.split(".")[-2]
+        stem = like or name.split(".")[-2]
         if not self.architecture.permuted or stem not in ("attn_q", "attn_k"):
             return None
         heads = self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
@@ -157,7 +163,7 @@ class Model:
         if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal():
             block, stem = int(parts[1]), self.architecture.stems.get(parts[2])
             if stem is not None and self._has(stem, kind) and block < self.blocks:
-                return f"model.layers.{block}.{stem.module}".rstrip("."), stem
+                return f"{self.architecture.layers}.{block}.{stem.module}".rstrip("."), stem
         raise self.error(
             f"tensor {name} is unknown in a model of architecture {self._arch!r} with {self.blocks} blocks"
         )
@@ -184,6 +190,9 @@ class Model:
             return
         if not stem.names:
             return
+        if stem.split:
+            yield from self._split_parts(name, module, kind, stem)
+            return
         own_kind = stem.names[kind == "bias"]
         if stem.made is not None:
             sources = self._sources(name, stem)
@@ -198,7 +207,16 @@ class Model:
         elif "{}" not in module:
             yield Part(module, own_kind, name)
         else:
-            yield from (Part(module.format(one), kind, name, one) for one in range(self.sizes(_block(name))["e"]))
+            count = self.sizes(_block(name))[stem.shape.split(" ")[0]]
+            yield from (Part(module.format(one), kind, name, one) for one in range(count))
+
+    def _split_parts(self, name: str, module: str, kind: str, stem: Stem) -> Iterator[Part]:
+        begin, sizes = 0, self.sizes(_block(name))
+        for like in stem.split:
+            one = self.architecture.stems[like]
+            end = begin + sizes[one.shape.split(" ")[0]]
+            yield Part(f"{module}.{one.module}", kind, name, span=(begin, end), like=like)
+            begin = end
 
     def _sources(self, name: str, stem: Stem) -> tuple[str, ...]:
         assert stem.made is not None
@@ -243,6 +261,15 @@ class Model:
     def rows(self, name: str) -> int:
         return self._file.tensors[name].shape[0]
 
+    def floats(self, key: str) -> list[float]:
+        """The number of each block, which the metadata may have once for all; ``key`` has no architecture."""
+        value = self._file.metadata.get(key)
+        value = value.values or () if isinstance(value, Array) else value
+        values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * self.blocks
+        if len(values) < self.blocks or not all(isinstance(one, float) and math.isfinite(one) for one in values):
+            raise self.error(f"{key} must have a number for each of {self.blocks} blocks")
+        return values[: self.blocks]
+
     def error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._file.path}: {what}")
 
@@ -283,7 +310,7 @@ class Model:
             "rope_theta": self.number("rope.freq_base", 10000.0, float),
             "tie_word_embeddings": "output.weight" not in tensors,
             **about.fixed,
-            **{name: f"blk.0.{tensor}" in tensors for name, tensor in about.present.items()},
+            **{name: self._is_present(tensor) for name, tensor in about.present.items()},
         }
         for entry in about.entries:
             if not entry.optional or self.has_key(entry.key):
@@ -319,6 +346,12 @@ class Model:
         if scaling is not None:
             more["rope_scaling"] = scaling | changes
         return config | more
+
+    def _is_present(self, name: str) -> bool:
+        """Whether block 0 has a tensor, alone or in rows of another one."""
+        own, kind = _split(name)
+        fused = (stem for stem, one in self.architecture.stems.items() if own in one.split)
+        return any(self.has_tensor(f"blk.0.{stem}.{kind}") for stem in (own, *fused))
 
     def _rope_scaling(self, rotated: int, config: dict[str, Any]) -> dict[str, Any] | None:
         about, kind = self.architecture, self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
@@ -386,8 +419,12 @@ class Model:
             experts, rows, columns = (sizes[one] for one in symbols)
             rows *= len(part.fused)
             return (experts, rows) if part.kind.endswith("bias") else (experts, columns, rows)
-        symbols = symbols[:1] if self._is_bias(part.stored) else symbols if part.expert is None else symbols[1:]
-        return tuple(sizes[one] for one in symbols)
+        if self._is_bias(part.stored):
+            symbols = self._stems[part.stored][1].shape.split(" ")[:1]
+        elif part.expert is not None:
+            symbols = symbols[1:]
+        shape = tuple(sizes[one] for one in symbols)
+        return shape if part.span is None else (part.span[1] - part.span[0], *shape[1:])
 
     def _is_bias(self, name: str) -> bool:
         """Whether a tensor is the bias of another one, with its rows."""

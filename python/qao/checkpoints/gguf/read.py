@@ -82,7 +82,8 @@ class GgufCheckpoint(Checkpoint):
         self.native = () if dequantize else native
         self._file = open_gguf(path)
         self._model = Model(self._file)
-        self.config = self._model.config
+        omitted = self._model.architecture.omitted
+        self.config = {name: value for name, value in self._model.config.items() if name not in omitted}
         self.layers: dict[str, QuantizedLayer] = {}
         self.float_linears: Counter[str] = Counter()
         self.dequantized: Counter[str] = Counter()
@@ -90,6 +91,7 @@ class GgufCheckpoint(Checkpoint):
         self.mxfp4 = False
         linears = []
         self._others: dict[str, Part] = {}
+        self._spans: dict[str, tuple[int, int]] = {}  # rows of layers that share a tensor of the file
         stacks = self._stacks() if stacked and not dequantize else {}
         for part in self._model.parts:
             info = self._file.tensors[part.stored]
@@ -106,11 +108,13 @@ class GgufCheckpoint(Checkpoint):
             if made is not None and not (dequantize and info.type == "Q8_0"):
                 self.layers[made.name] = made
                 self.rounded += made.note is not None
+                self._spans |= {} if part.span is None else {made.name: part.span}
                 continue
             if len(self._model.shape(part)) == 1 and info.type not in _FLOATS:
                 raise CheckpointError(f"{self._where(info)} is {info.type}, but vectors are floats. Download it again")
             self._others[part.name] = part
-            expert = part.expert is not None or (bool(part.fused) and part.kind.endswith("proj"))
+            one_of = part.expert is not None and "_exps." in part.stored
+            expert = one_of or (bool(part.fused) and part.kind.endswith("proj"))
             linear = self._model.is_linear(part) or expert
             self.mxfp4 = self.mxfp4 or (expert and info.type == "MXFP4")
             linears += [part.module] if linear else []
@@ -121,12 +125,12 @@ class GgufCheckpoint(Checkpoint):
             if linear or info.type not in _LINEAR:  # embeddings in these types lose nothing
                 self.dequantized[info.type] += 1
                 self.float_linears[info.type] += linear
-        embedding = self.layers.get("model.embed_tokens")
+        embedding = next((one for one in self.layers.values() if one.keys == ("token_embd.weight",)), None)
         if embedding is not None and self.config["tie_word_embeddings"]:
             self.layers["lm_head"] = replace(embedding, name="lm_head", shares=embedding.name)
         self.linears = tuple(linears)
         self.float_linears = +self.float_linears
-        self.others = tuple(self._others)
+        self.others = (*self._others, *self._model.computed)
         listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.dequantized.items()))
         if self.dequantized:
             self.notes = (f"dequantized to float32, to be quantized again: {listed}",)
@@ -135,7 +139,7 @@ class GgufCheckpoint(Checkpoint):
         """The layer of a part; None if it is read as float."""
         if part.made is not None:
             return None
-        linear, embedding = self._model.is_linear(part), part.module.startswith("model.embed_tokens")
+        linear, embedding = self._model.is_linear(part), part.stored.endswith("token_embd.weight")
         plain = _LINEAR.get(info.type) if linear else None
         if info.type in (self.native if linear else GGUF_NUMBERS if embedding and self.native else ()):
             own = GgufWeightOnly(info.type)
@@ -187,6 +191,8 @@ class GgufCheckpoint(Checkpoint):
         return Plain(*parts)
 
     def tensor(self, name: str) -> Tensor:
+        if name in self._model.computed:
+            return self._model.computed[name]
         part = self._others[name]
         if part.made is not None:
             return part.made(*map(self._whole, part.sources)).contiguous()
@@ -230,16 +236,22 @@ class GgufCheckpoint(Checkpoint):
         return plain
 
     def shape_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        if name in self._model.computed:
+            return tuple(self._model.computed[name].shape), torch.float32
         part = self._others[name]
         return self._model.shape(part), _FLOATS.get(self._file.tensors[part.stored].type, torch.float32)
 
     def stored(self, name: str) -> tuple[str, int]:
         """Type and bytes in the file of a layer's weight, or of one of ``others``."""
+        if name in self._model.computed:
+            return "F32", self._model.computed[name].nbytes
         part = self._others.get(name)
         keys = self.layers[name].keys if part is None else part.fused or part.sources or (part.stored,)
         infos = [self._file.tensors[key] for key in keys]
         count = 1 if part is None or part.expert is None else infos[0].shape[0]
-        return infos[0].type, sum(info.nbytes for info in infos) // count
+        size = sum(info.nbytes for info in infos) // count
+        span = part.span if part is not None else self._spans.get(name)
+        return infos[0].type, size if span is None else size * (span[1] - span[0]) // infos[0].shape[0]
 
     def _read_layer(self, part: Part, decode: Callable[[Tensor, str], Plain]) -> Plain:
         return decode(self._blocks(part), self._where(self._file.tensors[part.stored]))
@@ -252,8 +264,10 @@ class GgufCheckpoint(Checkpoint):
             stored = stored.view(info.shape[0], -1)[part.expert]
         if len(part.sources) > 1:
             stored = torch.cat([self._file.bytes_of(self._file.tensors[name]) for name in part.sources])
-        rows = stored.view(self._model.shape(part)[0], -1)
-        order = self._model.row_order(info.name)
+        if part.span is not None:
+            stored = stored.view(info.shape[0], -1)[slice(*part.span)]
+        rows = stored.reshape(self._model.shape(part)[0], -1)
+        order = self._model.row_order(info.name, part.like)
         return rows if order is None else rows[order]
 
     def _where(self, info: TensorInfo) -> str:

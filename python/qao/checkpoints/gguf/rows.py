@@ -34,12 +34,14 @@ class Stem(NamedTuple):
 
     ``shape``: symbols of its dimensions, see ``Model.sizes``. "e": the file stacks experts, each of which is a module
     with its number for ``{}``; or, without ``{}``, transformers stacks their transposes and interleaves gate and up.
+    ``split``: rows of the tensors of the file with these names, one after the other, each a module of transformers.
     """
 
     module: str
     shape: str
     names: tuple[str, ...] = ("weight", "bias")  # in transformers of these endings; (): read with another tensor
     made: Made | None = None
+    split: tuple[str, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -63,6 +65,7 @@ class Metadata(Protocol):
     def has_key(self, key: str) -> bool: ...
     def has_tensor(self, name: str) -> bool: ...
     def rows(self, name: str) -> int: ...
+    def floats(self, key: str) -> list[float]: ...
     def divisors(self, name: str, rotated: int) -> Tensor: ...
     def error(self, what: str) -> Exception: ...
 
@@ -106,6 +109,9 @@ class Architecture:
     local_theta: float | None = None  # rope_theta that transformers gives blocks with a sliding window by default
     patterned: bool = False  # whether files say which blocks have a sliding window
     written: bool = True  # whether the table suffices to write files
+    omitted: tuple[str, ...] = ()  # entries that transformers computes from others, and does not take
+    layers: str = "model.layers"  # the module of blocks
+    computed: Callable[[Metadata], dict[str, Tensor]] | None = None  # tensors of transformers from the metadata
 
 
 ATTENTION = {
@@ -115,6 +121,7 @@ ATTENTION = {
     "attn_v": Stem("self_attn.v_proj", "k h"),
     "attn_output": Stem("self_attn.o_proj", "h q"),
 }
+FUSED_QKV = {"attn_qkv": Stem("", "q+2k h", split=("attn_q", "attn_k", "attn_v"))}
 MLP = {
     "ffn_norm": Stem("post_attention_layernorm", "h"),
     "ffn_gate": Stem("mlp.gate_proj", "f h"),

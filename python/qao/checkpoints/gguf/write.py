@@ -202,7 +202,9 @@ def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Archite
         for name, stem in about.stems.items():
             experts: list[int | None] = list(range(count)) if "{}" in stem.module else [None]
             for expert in experts:
-                module = f"model.layers.{block}.{stem.module.format(expert)}"
+                if stem.split:
+                    continue
+                module = f"{about.layers}.{block}.{stem.module.format(expert)}"
                 for kind, own in zip(("weight", "bias"), stem.names, strict=False):
                     stored[f"{module}.{own}"] = f"blk.{block}.{name}.{kind}", expert
     for name, tensor in made.floats.items():
