@@ -39,6 +39,27 @@ PHIMOE_ROPE = {
     **{"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
     **{"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 64},
 }
+FOURTH = ["sliding_attention"] * 3 + ["full_attention"]
+TRINITY = {
+    **{"num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5, "mup_enabled": True, "sliding_window": 8}
+}
+K_EXAONE = {
+    **{"first_k_dense_replace": 1, "num_shared_experts": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    **{"mlp_layer_types": ["dense"] + ["sparse"] * 3, "sliding_window": 8, "n_group": 1, "topk_group": 1},
+}
+MAMBA = {
+    **{"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_conv_bias": True},
+    "mamba_norm_before_gate": False,
+}
+FACTORS = {
+    **{"lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, "key_multiplier": 0.8, "ssm_in_multiplier": 1.5},
+    **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "ssm_out_multiplier": 0.7},
+    **{"mlp_multipliers": [0.6, 1.2], "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0]},
+}
+GRANITE4 = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "shared_intermediate_size": 48},
+    **{"layer_types": ["linear_attention", "full_attention"] * 2, "position_embedding_type": "rope"},
+}
 FALCON = {"head_dim": ..., "intermediate_size": 4 * HIDDEN, "rope_theta": 10000.0}
 DEEPSEEK = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
@@ -159,6 +180,22 @@ MODELS |= {
         {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "attention_bias": True, "rope_scaling": PHIMOE_ROPE},
     ),
     "apertus": ("apertus", {"rope_scaling": LLAMA3}),
+    "afmoe": ("afmoe", {**MOE, **TRINITY, "layer_types": FOURTH}),
+    "exaone_moe": ("exaone-moe", {**MOE, **K_EXAONE, "layer_types": FOURTH}),
+    "glm": ("chatglm", {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    "falcon_h1": ("falcon-h1", {**MAMBA, "mamba_d_ssm": 96, "mamba_d_head": 16}),
+    "falcon_h1 norm": (
+        "falcon-h1",
+        {**MAMBA, **FACTORS, "mamba_d_ssm": 96, "mamba_d_head": 16, "mamba_rms_norm": True},
+    ),
+    "granitemoehybrid": (
+        "granitehybrid",
+        {**GRANITE, **MAMBA, **GRANITE4, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    ),
+    "granitemoehybrid dense": (
+        "granitehybrid",
+        {**GRANITE, **MAMBA, **GRANITE4, "num_local_experts": 0, "shared_intermediate_size": FFN},
+    ),
     "llama internlm2": ("internlm2", {}),
     "llama exaone": ("exaone", {"rope_scaling": LLAMA3}),
     "llama xverse": ("xverse", {}),
@@ -185,8 +222,10 @@ MODELS |= {
     "mpt": ("mpt", {"tie_word_embeddings": True, "max_seq_len": 128, "attn_config": {"clip_qkv": 0.4}}),
 }
 NOT_WRITTEN = ("gpt-oss", "mistral3", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
+NOT_WRITTEN += ("afmoe", "exaone-moe", "chatglm", "falcon-h1", "granitehybrid")
 NOT_WRITTEN += ("phimoe", "apertus", "stablelm", "phi2", "gptneox", "falcon", "gpt2", "starcoder", "bloom", "mpt")
 # Their models are written as files of another architecture.
 ALIASES = ("bailingmoe2", "internlm2", "exaone", "xverse", "minicpm", "qwen2vl", "qwen3vl", "qwen3vlmoe")
 NOT_WRITTEN += ("ernie4_5-moe", "lfm2", "lfm2moe", "hunyuan-moe", "minimax-m2")
-PERMUTED = ("internlm2", "xverse", "minicpm", "llama", "mistral3", "granite", "granitemoe", "smollm3", "olmo", "arcee")
+PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3", "olmo", "arcee")
+PERMUTED += ("internlm2", "xverse", "minicpm")

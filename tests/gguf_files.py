@@ -165,6 +165,26 @@ def gpt_keys(config: Any) -> dict[str, Any]:
     return keys | {"attention.head_count_kv": getattr(config, "num_key_value_heads", HEADS)}
 
 
+def shared_keys(config: Any) -> dict[str, Any]:
+    keys = {"expert_shared_count": config.num_shared_experts, "expert_gating_func": 2, "expert_weights_norm": True}
+    scale = getattr(config, "route_scale", None) or config.routed_scaling_factor
+    return keys | {"expert_weights_scale": scale}
+
+
+def mamba_keys(config: Any) -> dict[str, Any]:
+    inner = config.mamba_n_heads * config.mamba_d_head
+    keys = {"ssm.conv_kernel": config.mamba_d_conv, "ssm.state_size": config.mamba_d_state, "ssm.inner_size": inner}
+    keys |= {"ssm.group_count": config.mamba_n_groups, "ssm.time_step_rank": config.mamba_n_heads}
+    if config.model_type == "granitemoehybrid":
+        attention = [one == "full_attention" for one in config.layer_types]
+        keys |= {"attention.head_count_kv": [KV_HEADS if one else 0 for one in attention]}
+        keys |= {"rope.scaling.finetuned": True, "attention.key_length": None, "attention.value_length": None}
+        keys |= {} if config.num_local_experts else {"expert_shared_feed_forward_length": None}
+    else:
+        keys |= {"embedding_scale": None, "attention.scale": None}
+    return keys
+
+
 # Keys that llama.cpp's conversion computes from config.json; None: left out.
 COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek2": mla_keys,
@@ -191,6 +211,10 @@ COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "dots1": scores,
     "bailingmoe2": scores,
     "apertus": xielu_keys,
+    "afmoe": shared_keys,
+    "exaone-moe": shared_keys,
+    "falcon-h1": mamba_keys,
+    "granitehybrid": mamba_keys,
     "gptneox": lambda config: {"use_parallel_residual": config.use_parallel_residual},
     "falcon": lambda config: {**gpt_keys(config), "attention.head_count_kv": config.num_kv_heads},
     "gpt2": lambda config: gpt_keys(config) | {"feed_forward_length": config.n_inner},
@@ -278,6 +302,38 @@ def gpt2_linears(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
     return {name: tensor.t() if re.search(r"c_(attn|proj|fc)\.weight", name) else tensor}
 
 
+def mamba_tensors(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if name.endswith("mamba.norm.weight"):
+        tensor = tensor.view(config.mamba_n_groups, -1)
+    if config.model_type == "falcon_h1":
+        tensor = tensor * falcon_h1_factor(name, tensor, config)
+    elif "shared_mlp" in name and not config.num_local_experts:
+        block = name.split(".")[2]
+        parts = tensor.chunk(2) if "input" in name else [tensor]
+        stems = ("gate", "up") if "input" in name else ("down",)
+        return {f"blk.{block}.ffn_{stem}.weight": part for stem, part in zip(stems, parts, strict=True)}
+    elif "mamba" not in name:
+        return granite_experts(name, tensor, config)
+    return {name.replace("dt_bias", "dt_proj.bias"): tensor}
+
+
+def falcon_h1_factor(name: str, tensor: Tensor, config: Any) -> Any:
+    """llama.cpp's conversion multiplies weights by the factors."""
+    inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    sizes = torch.tensor([inner, inner, states, states, config.mamba_n_heads])
+    rows = torch.tensor(config.ssm_multipliers).repeat_interleave(sizes)[:, None]
+    inside, gate, down = config.attention_in_multiplier, *config.mlp_multipliers
+    factors = {
+        **{"lm_head": config.lm_head_multiplier, "embed_tokens": config.embedding_multiplier},
+        **{"q_proj": inside, "k_proj": inside * config.key_multiplier, "v_proj": inside},
+        **{"o_proj": config.attention_out_multiplier, "out_proj": config.ssm_out_multiplier},
+        **{"in_proj": rows * config.ssm_in_multiplier, "gate_proj": gate, "down_proj": down},
+    }
+    return factors.get(name.split(".")[-2], 1.0)
+
+
 CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
     "deepseek2": split_kv,
     "qwen3next": delta_net,
@@ -290,6 +346,9 @@ CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
     "gemma4": scalars,
     "qwen35moe": delta_net,
     "apertus": lambda name, tensor, config: {} if "act_fn" in name else {name: tensor},
+    "falcon-h1": mamba_tensors,
+    "granitehybrid": mamba_tensors,
+    "afmoe": lfm2_bias,
     "gptneox": heads_of_three,
     "bloom": heads_of_three,
     "falcon": falcon_groups,
@@ -389,10 +448,10 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
         if found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(per_expert_)?scale", name):
             made[f"blk.{found[1]}.ffn_{'down_exps' if found[2] else 'gate_inp'}.scale"] = tensor
             continue
-        whole = name.endswith(("sinks", "A_log"))
-        stored = names.get_name(name if whole else module)
+        whole = name.endswith(("sinks", "A_log", "mamba.D"))
+        stored = names.get_name(name if whole or "pre_ff_layernorm" in name else module)
         assert stored is not None, name
-        if name.endswith("A_log"):
+        if name.endswith(("A_log", "mamba.D", "pre_ff_layernorm.weight")):
             made[stored] = tensor
             continue
         kind = "weight" if whole else kind
@@ -469,7 +528,7 @@ def write(
         if name == left_out:
             continue
         matrix = name.endswith("weight") and tensor.dim() > (2 if kind == "MXFP4" else 1)
-        matrix = matrix and "_inp" not in name and "conv" not in name and name not in floats
+        matrix = matrix and "_inp" not in name and "conv" not in name and "_norm" not in name and name not in floats
         of = gguf.GGMLQuantizationType[(up if up and "up_exps" in name else kind) if matrix else "F32"]
         writer.add_tensor(name, gguf.quantize(tensor.float().contiguous().numpy(), of), raw_dtype=of)
     writer.write_header_to_file()

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, is_sigmoid
 from .delta_net import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from .gemma4 import GEMMA4
+from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED, MINICPM, granite_hybrid, granite_moe
 from .llama4 import LLAMA4
+from .mamba import FALCON_H1
 from .more import MORE
 from .older import FALCON_40B, OLDER
 from .rows import (
@@ -36,22 +35,16 @@ from .rows import (
     SANDWICH,
     SHARED_EXPERT,
     SHARED_EXPERTS,
-    SHARED_KEY,
     SHARED_SIZE,
     SIGMOID,
     SOFTCAPS,
-    STACKED,
     WIDE_QK_NORMS,
     WINDOW,
     Architecture,
     Entry,
-    Made,
     Metadata,
-    Sizes,
     Stem,
     expert_stems,
-    stacks_experts,
-    unchanged,
     without,
 )
 
@@ -127,66 +120,6 @@ OLMO3 = Architecture(  # "olmo2" with sliding windows
 )
 
 
-_GRANITE = (
-    Entry("attention_multiplier", "attention.scale", float),
-    Entry("embedding_multiplier", "embedding_scale", float, 1.0),
-    Entry("residual_multiplier", "residual_scale", float, 1.0),
-    Entry("logits_scaling", "logit_scale", float, 1.0),
-)
-
-
-def _expert_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
-    x, s = config["intermediate_size"], config.get("shared_intermediate_size", 0)
-    return {"2x": 2 * x, "s": s, "2s": 2 * s}
-
-
-def _in_order(sizes: Sizes) -> Tensor:
-    return torch.arange(sizes["2s"], device="cpu")
-
-
-_GRANITE_MOE = {
-    **ATTENTION,
-    "ffn_norm": MLP["ffn_norm"],
-    "ffn_gate_inp": Stem("block_sparse_moe.router", "e h"),
-    "ffn_gate_exps": Stem("block_sparse_moe.experts", "e x h", ("gate_up_proj",), STACKED),
-    "ffn_up_exps": Stem("block_sparse_moe.experts", "e x h", ()),
-    "ffn_down_exps": Stem("block_sparse_moe.experts", "e h x", ("down_proj",), Made("e h x", unchanged, stacked=True)),
-}
-_GRANITE_MOE_4 = {  # names of transformers 4
-    "ffn_gate_inp": Stem("block_sparse_moe.router.layer", "e h"),
-    "ffn_gate_exps": Stem("block_sparse_moe.input_linear", "e x h", ("weight",), STACKED),
-    "ffn_up_exps": Stem("block_sparse_moe.input_linear", "e x h", ()),
-    "ffn_down_exps": Stem(
-        "block_sparse_moe.output_linear", "e h x", ("weight",), Made("e h x", unchanged, stacked=True)
-    ),
-}
-GRANITE_MOE = Architecture(
-    "granitemoe",
-    "GraniteMoeForCausalLM",
-    _GRANITE_MOE,
-    entries=(*_GRANITE, Entry("num_local_experts", "expert_count"), *COUNTS),
-    permuted=True,
-    sizes=_expert_sizes,
-    written=False,
-)
-GRANITE_MOE_SHARED = Architecture(  # "granitemoe" with shared experts
-    "granitemoeshared",
-    "GraniteMoeSharedForCausalLM",
-    _GRANITE_MOE
-    | {
-        "ffn_gate_shexp": Stem(
-            "shared_mlp.input_linear", "s h", ("weight",), Made("2s h", None, ("ffn_up_shexp",), _in_order)
-        ),
-        "ffn_up_shexp": Stem("shared_mlp.input_linear", "s h", ()),
-        "ffn_down_shexp": Stem("shared_mlp.output_linear", "h s"),
-    },
-    entries=(*GRANITE_MOE.entries, Entry("shared_intermediate_size", SHARED_KEY)),
-    permuted=True,
-    sizes=_expert_sizes,
-    written=False,
-)
-
-
 def _convolutions(file: Metadata) -> dict[str, Any]:
     """LFM2: blocks without heads of keys have a convolution instead of attention."""
     heads = file.per_block("attention.head_count_kv")
@@ -223,17 +156,6 @@ _CACHE = Entry("conv_L_cache", "shortconv.l_cache")
 _ERNIE_BIAS = {"use_bias": "attn_q.bias"}
 
 
-def _granite_moe(file: Metadata) -> Architecture:
-    row = GRANITE_MOE_SHARED if file.has_key(SHARED_KEY) else GRANITE_MOE
-    return row if stacks_experts() else replace(row, stems={**row.stems, **_GRANITE_MOE_4})
-
-
-def _minicpm(file: Metadata) -> dict[str, Any]:
-    if file.has_tensor("rope_factors_long.weight"):
-        raise file.error("MiniCPM with factors for long contexts is not supported")
-    return {"attention_multiplier": (file.number("embedding_length") // file.number("attention.head_count")) ** -0.5}
-
-
 QWEN2 = Architecture("qwen2", "Qwen2ForCausalLM", DENSE, present={})  # q, k and v always have biases
 QWEN3 = Architecture("qwen3", "Qwen3ForCausalLM", DENSE | QK_NORMS)
 QWEN3_MOE = Architecture(
@@ -243,22 +165,12 @@ QWEN3_MOE = Architecture(
     entries=MOE,
     fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )
-MINICPM = Architecture(  # transformers has its scales in Granite
-    "granite",
-    "GraniteForCausalLM",
-    DENSE,
-    entries=tuple(one._replace(default=None) for one in _GRANITE[1:]),
-    permuted=True,
-    configure=_minicpm,
-    written=False,
-)
-
-
 # Rows for files of one architecture that are different models of transformers.
 VARIANTS: dict[str, Callable[[Metadata], Architecture]] = {
     "llama": lambda file: MIXTRAL if file.has_key("expert_count") else LLAMA,
     "mistral3": lambda file: MINISTRAL3 if file.has_key("attention.temperature_scale") else LLAMA,
-    "granitemoe": _granite_moe,
+    "granitemoe": granite_moe,
+    "granitehybrid": granite_hybrid,
     "olmo2": lambda file: OLMO3 if file.has_key(WINDOW.key) else OLMO2,
     "falcon": lambda file: FALCON_40B if file.has_tensor("blk.0.attn_norm_2.weight") else OLDER["falcon"],
     "deepseek2": lambda file: DEEPSEEK_V3 if is_sigmoid(file) else DEEPSEEK_V2,
@@ -371,8 +283,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         written=False,
     ),
-    "granite": Architecture("granite", "GraniteForCausalLM", DENSE, entries=_GRANITE, permuted=True),
+    "granite": GRANITE,
     "granitemoe": GRANITE_MOE,
+    "granitehybrid": GRANITE_HYBRID,
+    "falcon-h1": FALCON_H1,
     "olmo": Architecture(
         "olmo",
         "OlmoForCausalLM",

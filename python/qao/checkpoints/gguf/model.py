@@ -20,6 +20,7 @@ _REMEDY = "Open the model's own file; merge adapters (LoRA) into the float model
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # Phi-3
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _WINDOW = "attention.sliding_window"
 _BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62}  # which scale attention by hidden_size / heads, not by the head's size
 
@@ -174,7 +175,8 @@ class Model:
             return kind in ("weight", "bias")
         if kind != "bias":
             own = stem.names[:1]
-            return own != ("",) and (kind == "weight" or own not in ((), ("weight",)))
+            plain = kind == "weight" or "norm" in stem.module  # llama.cpp leaves out the ending of a norm of Falcon-H1
+            return own != ("",) and (plain or own not in ((), ("weight",)))
         without = "{}" in stem.module or stem is TOP["token_embd"] or len(stem.names) < 2
         return not (without or ("norm" in stem.module and not self.architecture.norm_bias))
 
@@ -397,7 +399,7 @@ class Model:
         if block in self._sizes:
             return self._sizes[block]
         c = self.config
-        shared = next((c[name] for name in ("n_shared_experts", "moe_num_shared_experts") if name in c), 0)
+        shared = next((c[name] for name in _SHARED_EXPERTS if name in c), 0)
         q, k = (c[f"num_{heads}_heads"] * c["head_dim"] for heads in ("attention", "key_value"))
         f = c["intermediate_size"]
         experts = next((c[name] for name in EXPERTS if name in c), 0)

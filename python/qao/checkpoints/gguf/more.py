@@ -1,4 +1,4 @@
-"""Ling 2, Phi-3.5-MoE and Apertus in GGUF files: rows of several modules in one tensor, numbers of activations."""
+"""Ling 2, Trinity, K-EXAONE, Phi-3.5-MoE, Apertus and GLM-4-9B in GGUF files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from .rows import (
     CORRECTION,
     COUNTS,
     EXPERTS,
+    FUSED_MLP,
     FUSED_QKV,
     GROUPS,
     MLP,
+    MOE,
     NORM,
     QK_NORMS,
     ROUTED,
     SHARED_EXPERTS,
     SIGMOID,
+    WINDOW,
     Architecture,
     Entry,
     Metadata,
@@ -56,6 +59,27 @@ def _xielu(file: Metadata) -> dict[str, Tensor]:
     return made
 
 
+def every_fourth(file: Metadata) -> list[str]:
+    """Types of blocks: three of four have a sliding window, unless the file says which do."""
+    sliding: list[Any] = [(block + 1) % 4 for block in range(file.blocks)]
+    if file.has_key("attention.sliding_window_pattern"):
+        sliding = file.per_block("attention.sliding_window_pattern")
+    return ["sliding_attention" if one else "full_attention" for one in sliding]
+
+
+def _afmoe(file: Metadata) -> dict[str, Any]:
+    """llama.cpp multiplies all embeddings by the root of their size."""
+    if not file.number("expert_weights_norm", True, bool):
+        raise file.error("scores of experts that are not normalized are not supported")
+    return {"layer_types": every_fourth(file), "mup_enabled": True}
+
+
+def _exaone_moe(file: Metadata) -> dict[str, Any]:
+    dense = file.number("leading_dense_block_count", 0, least=0)
+    kinds = ["dense" if block < dense else "sparse" for block in range(file.blocks)]
+    return {"layer_types": every_fourth(file), "mlp_layer_types": kinds}
+
+
 MORE: dict[str, Architecture] = {
     "bailingmoe2": Architecture(  # Ling 2 and Ring; transformers has it as GLM-4.5
         "glm4_moe",
@@ -66,6 +90,58 @@ MORE: dict[str, Architecture] = {
         present={**BIASED, "use_qk_norm": "attn_q_norm.weight"},
         partial_rotary=True,
         constants=SIGMOID,
+        written=False,
+    ),
+    "afmoe": Architecture(
+        "afmoe",
+        "AfmoeForCausalLM",
+        _QKV
+        | QK_NORMS
+        | MLP
+        | SHARED_EXPERTS
+        | expert_stems("mlp.router.gate", *(f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")))
+        | {
+            "attn_gate": Stem("self_attn.gate_proj", "q h"),
+            "post_attention_norm": Stem("post_attention_layernorm", "h"),
+            "ffn_norm": Stem("pre_mlp_layernorm", "h"),
+            "post_ffw_norm": Stem("post_mlp_layernorm", "h"),
+            "exp_probs_b": Stem("mlp", "e", ("", "expert_bias")),
+        },
+        entries=(
+            *MOE,
+            Entry("num_dense_layers", "leading_dense_block_count", default=0, least=0),
+            Entry("num_shared_experts", "expert_shared_count", default=0, least=0),
+            Entry("route_scale", "expert_weights_scale", float, 1.0),
+            WINDOW,
+        ),
+        fixed={"global_attn_every_n_layers": 4},
+        constants=SIGMOID,
+        configure=_afmoe,
+        written=False,
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        _QKV | QK_NORMS | MLP | EXPERTS | SHARED_EXPERTS | CORRECTION,
+        entries=(
+            *MOE,
+            Entry("first_k_dense_replace", "leading_dense_block_count", default=0, least=0),
+            Entry("num_shared_experts", "expert_shared_count", default=0, least=0),
+            Entry("routed_scaling_factor", "expert_weights_scale", float, 1.0),
+            *GROUPS,
+            NORM,
+            WINDOW,
+        ),
+        present={},
+        constants=SIGMOID,
+        configure=_exaone_moe,
+        written=False,
+    ),
+    "chatglm": Architecture(
+        "glm",
+        "GlmForCausalLM",
+        _QKV | {"ffn_norm": MLP["ffn_norm"]} | FUSED_MLP,
+        partial_rotary=True,
         written=False,
     ),
     "phimoe": Architecture(

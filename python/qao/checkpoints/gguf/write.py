@@ -66,8 +66,8 @@ def plan(source: Checkpoint, path: Path, name: str) -> Planned:
     Raises:
         CheckpointError: llama.cpp has no such architecture or tensor, or would compute something else.
     """
-    config = _full_config(source)
-    kind = _SAME.get(config.model_type, config.model_type)
+    content = _content(source)
+    kind = _SAME.get(content["model_type"], content["model_type"])
     written = [one for one, (_, about) in ROWS.items() if about.written]
     if kind in ROWS and kind not in written:
         raise CheckpointError(
@@ -76,6 +76,7 @@ def plan(source: Checkpoint, path: Path, name: str) -> Planned:
     if kind not in ROWS:
         raise CheckpointError(f"GGUF: no architecture for model_type {kind!r}, only {', '.join(sorted(written))}")
     arch, about = ROWS[kind]
+    config = _full_config(content)
     metadata, floats = _metadata(config, arch, about)
     made = Planned(path, {"general.type": "model", "general.name": name, **metadata}, {}, {}, floats)
     _plan_tensors(made, source, config, about)
@@ -122,12 +123,17 @@ def write(made: Planned, source: Checkpoint, reopen: Callable[[], Checkpoint], d
     return result
 
 
-def _full_config(source: Checkpoint) -> Any:
-    import transformers
-
+def _content(source: Checkpoint) -> dict[str, Any]:
+    """config.json of the language model."""
     content = source.config.get("text_config") if source.config.get("model_type") == "gemma3" else source.config
     if not content or "model_type" not in content:
         raise CheckpointError("GGUF needs the model's config.json, which names its architecture")
+    return content
+
+
+def _full_config(content: dict[str, Any]) -> Any:
+    import transformers
+
     return transformers.AutoConfig.for_model(**content)
 
 
