@@ -60,6 +60,7 @@ GRANITE4 = {
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "shared_intermediate_size": 48},
     **{"layer_types": ["linear_attention", "full_attention"] * 2, "position_embedding_type": "rope"},
 }
+EVERY_HEAD = {"num_key_value_heads": HEADS}
 FALCON = {"head_dim": ..., "intermediate_size": 4 * HIDDEN, "rope_theta": 10000.0}
 DEEPSEEK = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
@@ -209,23 +210,30 @@ MODELS |= {
         {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5},
     ),
     "phi": ("phi2", {"partial_rotary_factor": 0.5}),
-    "gpt_neox": ("gptneox", {"rotary_pct": 0.5, "rotary_emb_base": 5000.0}),
+    "gpt_neox": ("gptneox", {**EVERY_HEAD, "rotary_pct": 0.5, "rotary_emb_base": 5000.0}),
     "falcon": ("falcon", {**FALCON, "num_kv_heads": 1, "multi_query": True}),
     "falcon groups": ("falcon", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
     "falcon one norm": (
         "falcon",
         {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
     ),
-    "gpt2": ("gpt2", {"n_inner": FFN, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {**EVERY_HEAD, "n_inner": FFN, "tie_word_embeddings": True}),
     "gpt_bigcode": ("starcoder", {"n_inner": FFN, "tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "bloom": ("bloom", {"tie_word_embeddings": True}),
-    "mpt": ("mpt", {"tie_word_embeddings": True, "max_seq_len": 128, "attn_config": {"clip_qkv": 0.4}}),
+    "bloom": ("bloom", {**EVERY_HEAD, "intermediate_size": 4 * HIDDEN, "tie_word_embeddings": True}),
+    "mpt": (
+        "mpt",
+        {
+            **EVERY_HEAD,
+            "intermediate_size": 4 * HIDDEN,
+            "tie_word_embeddings": True,
+            "max_seq_len": 128,
+            "attn_config": {"clip_qkv": 0.4},
+        },
+    ),
 }
-NOT_WRITTEN = ("gpt-oss", "mistral3", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
-NOT_WRITTEN += ("afmoe", "exaone-moe", "chatglm", "falcon-h1", "granitehybrid")
-NOT_WRITTEN += ("phimoe", "apertus", "stablelm", "phi2", "gptneox", "falcon", "gpt2", "starcoder", "bloom", "mpt")
+NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
+NOT_WRITTEN += ("falcon-h1", "granitehybrid", "apertus", "falcon", "gpt2")
 # Their models are written as files of another architecture.
 ALIASES = ("bailingmoe2", "internlm2", "exaone", "xverse", "minicpm", "qwen2vl", "qwen3vl", "qwen3vlmoe")
-NOT_WRITTEN += ("ernie4_5-moe", "lfm2", "lfm2moe", "hunyuan-moe", "minimax-m2")
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3", "olmo", "arcee")
 PERMUTED += ("internlm2", "xverse", "minicpm")

@@ -356,7 +356,7 @@ CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
 }
 
 
-FUSED = ("bailingmoe2", "phi2")
+FUSED = ("bailingmoe2",)
 
 
 def float_model(name: str, changes: Mapping[str, Any]) -> nn.Module:

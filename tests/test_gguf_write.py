@@ -186,7 +186,7 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
         (qao.Int8DynamicActivationInt8Weight(rotation=32), {}, "the weight is rotated"),
         (qao.Int4WeightOnly(32, symmetric=True), {"initializer_range": 1e-7}, "outside the range of float16"),
         (None, {"hidden_act": "relu"}, "cannot hold hidden_act = 'relu': llama.cpp computes with 'silu'"),
-        (None, {"architecture": "opt"}, "no architecture for model_type 'opt', only arcee"),
+        (None, {"architecture": "opt"}, "no architecture for model_type 'opt', only afmoe"),
     ],
     ids=str,
 )

@@ -67,6 +67,12 @@ def _temperature(file: Metadata) -> dict[str, Any]:
     return {"rope_scaling": {"mscale": 1.0, "mscale_all_dim": scale, "llama_4_scaling_beta": temperature}}
 
 
+def _temperature_keys(config: Any) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or config.rope_scaling
+    scale, temperature = rope["mscale_all_dim"], rope["llama_4_scaling_beta"]
+    return {"rope.scaling.yarn_log_multiplier": float(scale), "attention.temperature_scale": float(temperature)}
+
+
 MINISTRAL3 = Architecture(  # "mistral3" with a temperature; without one, it is Mistral
     "ministral3",
     "Ministral3ForCausalLM",
@@ -74,7 +80,7 @@ MINISTRAL3 = Architecture(  # "mistral3" with a temperature; without one, it is 
     permuted=True,
     present={},
     configure=_temperature,
-    written=False,
+    keys=_temperature_keys,
 )
 MIXTRAL = Architecture(  # "llama" with experts
     "mixtral",
@@ -128,6 +134,23 @@ def _convolutions(file: Metadata) -> dict[str, Any]:
 
 def _lfm2_sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
     return {"3h": 3 * config["hidden_size"], "c": config["conv_L_cache"]}
+
+
+def _convolution_keys(config: Any) -> dict[str, Any]:
+    attention = [one == "full_attention" for one in config.layer_types]
+    return {"attention.head_count_kv": [config.num_key_value_heads if one else 0 for one in attention]}
+
+
+def _hunyuan_keys(config: Any) -> dict[str, Any]:
+    """llama.cpp has one number of each for all blocks, and one shared expert."""
+    size = config.intermediate_size
+    sizes = {"expert_shared_feed_forward_length": size, "expert_feed_forward_length": size}
+    return {**sizes, "expert_shared_count": 1, "expert_used_count": config.moe_topk}
+
+
+def _ernie_keys(config: Any) -> dict[str, Any]:
+    shared = config.moe_num_shared_experts
+    return {"expert_shared_feed_forward_length": config.moe_intermediate_size * shared} if shared else {}
 
 
 _LFM2 = {
@@ -362,7 +385,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         fixed={"moe_layer_end_index": -1},
         present=_ERNIE_BIAS,
-        written=False,
+        keys=_ernie_keys,
     ),
     "exaone4": Architecture(
         "exaone4",
@@ -387,7 +410,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_down_shexp": Stem("mlp.shared_mlp.down_proj", "h f"),
         },
         entries=(Entry("num_experts", "expert_count"), Entry("moe_topk", "expert_used_count")),
-        written=False,
+        keys=_hunyuan_keys,
     ),
     "lfm2": Architecture(
         "lfm2",
@@ -401,7 +424,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         top=_LFM2_TOP,
         configure=_convolutions,
         sizes=_lfm2_sizes,
-        written=False,
+        keys=_convolution_keys,
     ),
     "lfm2moe": Architecture(
         "lfm2_moe",
@@ -410,15 +433,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         | expert_stems("feed_forward.gate", *(f"feed_forward.experts.{{}}.{one}" for one in ("w1", "w3", "w2")))
         | {"exp_probs_b": Stem("feed_forward", "e", ("", "expert_bias"))},
         epsilon="norm_eps",
-        entries=(*MOE, Entry("num_dense_layers", "leading_dense_block_count", default=0, least=0), _CACHE),
-        fixed={"norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+        entries=(
+            *MOE,
+            Entry("num_dense_layers", "leading_dense_block_count", default=0, least=0),
+            Entry("routed_scaling_factor", "expert_weights_scale", float, 1.0),
+            _CACHE,
+        ),
+        fixed={"norm_topk_prob": True, "use_expert_bias": True},
         present={"conv_bias": "shortconv.in_proj.bias"},
         constants=SIGMOID,
         arrays=("attention.head_count_kv",),
         top=_LFM2_TOP,
         configure=_convolutions,
         sizes=_lfm2_sizes,
-        written=False,
+        keys=_convolution_keys,
     ),
     "nemotron": Architecture(
         "nemotron",
@@ -453,7 +481,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         present={},
         partial_rotary=True,
         constants=SIGMOID,
-        written=False,
+        keys=lambda config: {"expert_feed_forward_length": config.intermediate_size},
     ),
 }
 TOP = {

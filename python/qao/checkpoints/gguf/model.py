@@ -236,7 +236,7 @@ class Model:
     def number(self, key: str, default: Any = None, kind: Any = int, least: int = 1) -> Any:
         """A number of the metadata, ``<architecture>.<key>``."""
         value: Any = self._file.metadata.get(f"{self._arch}.{key}", default)
-        if isinstance(value, Array) and key in self.architecture.arrays:
+        if isinstance(value, (Array, list)) and key in self.architecture.arrays:
             value = max(self.per_block(key))
         in_range = type(value) is kind and (kind is bool or least <= value < 2**31 or (kind is float and value > 0))
         if not in_range:

@@ -43,7 +43,7 @@ def _phimoe(file: Metadata) -> dict[str, Any]:
     if file.has_tensor("rope_factors_long.weight"):
         original = file.number("rope.scaling.original_context_length")
         made["rope_scaling"] = {
-            **{"short_mscale": scale, "long_mscale": scale},
+            **{"rope_type": "longrope", "short_mscale": scale, "long_mscale": scale},
             "original_max_position_embeddings": original,
         }
     return made
@@ -117,12 +117,17 @@ MORE: dict[str, Architecture] = {
         fixed={"global_attn_every_n_layers": 4},
         constants=SIGMOID,
         configure=_afmoe,
-        written=False,
+        keys=lambda config: {"expert_weights_norm": True},
     ),
     "exaone-moe": Architecture(
         "exaone_moe",
         "ExaoneMoeForCausalLM",
-        _QKV | QK_NORMS | MLP | EXPERTS | SHARED_EXPERTS | CORRECTION,
+        _QKV
+        | QK_NORMS
+        | MLP
+        | EXPERTS
+        | SHARED_EXPERTS
+        | {"exp_probs_b": Stem("mlp", "e", ("", "e_score_correction_bias"))},
         entries=(
             *MOE,
             Entry("first_k_dense_replace", "leading_dense_block_count", default=0, least=0),
@@ -135,14 +140,13 @@ MORE: dict[str, Architecture] = {
         present={},
         constants=SIGMOID,
         configure=_exaone_moe,
-        written=False,
+        patterned=True,
     ),
     "chatglm": Architecture(
         "glm",
         "GlmForCausalLM",
         _QKV | {"ffn_norm": MLP["ffn_norm"]} | FUSED_MLP,
         partial_rotary=True,
-        written=False,
     ),
     "phimoe": Architecture(
         "phimoe",
@@ -159,7 +163,6 @@ MORE: dict[str, Architecture] = {
             Entry("sliding_window", "attention.sliding_window", optional=True),
         ),
         configure=_phimoe,
-        written=False,
     ),
     "apertus": Architecture(
         "apertus",

@@ -45,7 +45,15 @@ def _stablelm(file: Metadata) -> dict[str, Any]:
     return {"use_parallel_residual": not file.has_tensor("blk.0.ffn_norm.weight")}
 
 
+def _check_heads(file: Metadata) -> None:
+    """Rows of queries, keys and values are those of the embedding."""
+    hidden, heads = file.number("embedding_length"), file.number("attention.head_count")
+    if hidden % heads or file.number("attention.head_count_kv", heads) != heads:
+        raise file.error(f"{heads} heads do not fit an embedding of {hidden}, or share keys")
+
+
 def _neox(file: Metadata) -> dict[str, Any]:
+    _check_heads(file)
     size = file.number("embedding_length") // file.number("attention.head_count")
     return {
         "use_parallel_residual": file.number("use_parallel_residual", True, bool),
@@ -58,6 +66,8 @@ def _falcon(file: Metadata) -> dict[str, Any]:
     """Falcon-7B has one norm and one key; 40B two norms, and groups of queries; Falcon2-11B groups and one norm."""
     heads, groups = file.number("attention.head_count"), file.number("attention.head_count_kv", 1)
     two = file.has_tensor("blk.0.attn_norm_2.weight")
+    if heads % groups:
+        raise file.error(f"{heads} heads do not fit {groups} groups")
     return {
         "num_kv_heads": groups,
         "new_decoder_architecture": groups > 1,
@@ -72,6 +82,11 @@ def _inner(file: Metadata) -> dict[str, Any]:
     return {"n_inner": file.number("feed_forward_length")}
 
 
+def _gpt2(file: Metadata) -> dict[str, Any]:
+    _check_heads(file)
+    return _inner(file)
+
+
 def _starcoder(file: Metadata) -> dict[str, Any]:
     if file.number("attention.head_count_kv", 1) != 1:
         raise file.error("only models with one key head are supported")
@@ -83,6 +98,7 @@ def _alibi(file: Metadata) -> dict[str, Any]:
     bias = file.number("attention.max_alibi_bias", kind=float)
     clip = file.number("attention.clamp_kqv", kind=float) if file.has_key("attention.clamp_kqv") else None
     inner, hidden = file.number("feed_forward_length"), file.number("embedding_length")
+    _check_heads(file)
     if inner != 4 * hidden or bias != int(bias):
         raise file.error(f"feed-forward layers of {inner} rows, or positions with a bias of {bias}, are not supported")
     attention = {"alibi": True, "alibi_bias_max": int(bias), "clip_qkv": clip}
@@ -90,9 +106,26 @@ def _alibi(file: Metadata) -> dict[str, Any]:
 
 
 def _bloom(file: Metadata) -> dict[str, Any]:
+    _check_heads(file)
     if file.number("feed_forward_length") != 4 * file.number("embedding_length"):
         raise file.error("only feed-forward layers of four times the embedding are supported")
     return {}
+
+
+def _inner_keys(config: Any) -> dict[str, Any]:
+    return {"feed_forward_length": config.n_inner or 4 * config.hidden_size}
+
+
+def _bloom_keys(config: Any) -> dict[str, Any]:
+    return {"feed_forward_length": 4 * config.hidden_size}
+
+
+def _alibi_keys(config: Any) -> dict[str, Any]:
+    attention = config.attn_config
+    keys = {"feed_forward_length": config.expansion_ratio * config.hidden_size, "context_length": config.max_seq_len}
+    clip = {"attention.clamp_kqv": float(attention.clip_qkv)} if attention.clip_qkv else {}
+    bias = float(attention.alibi_bias_max) if attention.alibi else 0.0
+    return {**keys, **clip, "attention.max_alibi_bias": bias}
 
 
 _NEOX = {
@@ -122,7 +155,7 @@ _GPT = Architecture(
     present={},
     layers="transformer.h",
     top=_top("transformer.wte", "transformer.ln_f", position_embd=_WPE),
-    configure=_inner,
+    configure=_gpt2,
     sizes=_sizes,
     written=False,
 )
@@ -142,7 +175,6 @@ OLDER: dict[str, Architecture] = {
         present={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
         partial_rotary=True,
         configure=_stablelm,
-        written=False,
     ),
     "phi2": Architecture(
         "phi",
@@ -160,7 +192,6 @@ OLDER: dict[str, Architecture] = {
         present={},
         partial_rotary=True,
         top={"output_norm": Stem("model.final_layernorm", "h")},
-        written=False,
     ),
     "gptneox": Architecture(
         "gpt_neox",
@@ -175,7 +206,7 @@ OLDER: dict[str, Architecture] = {
         top=_top("gpt_neox.embed_in", "gpt_neox.final_layer_norm", output=Stem("embed_out", "v h")),
         configure=_neox,
         sizes=_sizes,
-        written=False,
+        keys=lambda config: {"use_parallel_residual": bool(config.use_parallel_residual)},
     ),
     "falcon": Architecture(
         "falcon",
@@ -213,6 +244,8 @@ OLDER: dict[str, Architecture] = {
         },
         fixed={"multi_query": True},
         configure=_starcoder,
+        keys=_inner_keys,
+        written=True,
     ),
     "bloom": Architecture(
         "bloom",
@@ -234,7 +267,7 @@ OLDER: dict[str, Architecture] = {
         ),
         configure=_bloom,
         sizes=_sizes,
-        written=False,
+        keys=_bloom_keys,
     ),
     "mpt": Architecture(
         "mpt",
@@ -254,7 +287,7 @@ OLDER: dict[str, Architecture] = {
         top=_top("transformer.wte", "transformer.norm_f"),
         configure=_alibi,
         sizes=_sizes,
-        written=False,
+        keys=_alibi_keys,
     ),
 }
 FALCON_40B = replace(

@@ -108,6 +108,7 @@ class Architecture:
     high_frequency: tuple[float, ...] = (4.0,)  # what may be high_freq_factor of Llama 3's rotary embeddings
     local_theta: float | None = None  # rope_theta that transformers gives blocks with a sliding window by default
     patterned: bool = False  # whether files say which blocks have a sliding window
+    keys: Callable[[Any], dict[str, Any]] | None = None  # more numbers of a file that is written, from a configuration
     written: bool = True  # whether the table suffices to write files
     omitted: tuple[str, ...] = ()  # entries that transformers computes from others, and does not take
     layers: str = "model.layers"  # the module of blocks

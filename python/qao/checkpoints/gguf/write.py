@@ -155,12 +155,12 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
     norm = "layer_norm_epsilon" if about.layer_norm else "layer_norm_rms_epsilon"
     numbers: dict[str, Any] = {
         "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
+        "context_length": getattr(config, "max_position_embeddings", None),
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         f"attention.{norm}": float(getattr(config, about.epsilon, 1e-5)),  # a constant in OLMo
@@ -172,6 +172,8 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
         value = getattr(config, entry.name, None)
         if value is not None:
             numbers[entry.key] = entry.kind(value)
+    if about.keys is not None:
+        numbers |= about.keys(config)
     if about.patterned and getattr(config, "sliding_window", None):
         numbers["attention.sliding_window_pattern"] = [one == "sliding_attention" for one in config.layer_types]
     if about.local_theta is not None:
@@ -184,11 +186,14 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
     if kind in ("linear", "yarn"):
         numbers |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         numbers |= {"rope.scaling.original_context_length": original} if kind == "yarn" else {}
+        for name in {"beta_fast", "beta_slow"} & rope.keys() - about.yarn.keys():
+            numbers[f"rope.scaling.yarn_{name}"] = float(rope[name])
     elif kind == "llama3":
         parameters = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         floats[ROPE_FACTORS] = llama3_factors(rotated, rope["rope_theta"], **{name: rope[name] for name in parameters})
     elif kind == "longrope":
         floats |= {name: torch.tensor(rope[key]) for key, name in LONG_FACTORS.items()}
+        numbers["rope.scaling.original_context_length"] = original
         scale = config.max_position_embeddings / original
         numbers["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     elif kind != "default":
@@ -202,11 +207,12 @@ def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Archite
     stored: dict[str, tuple[str, int | None]] = {}
     for name, stem in {**TOP, **about.top}.items():
         stored |= {f"{stem.module}.{kind}": (f"{name}.{kind}", None) for kind in stem.names}
-    counts = (getattr(config, name, None) for name in EXPERTS)
-    count = next((int(count) for count in counts if count), 0)
+    found = (getattr(config, name, None) for name in EXPERTS)
+    counts = {"e": next((int(count) for count in found if count), 0), "n": config.num_attention_heads}
+    counts["m"] = getattr(config, "num_key_value_heads", counts["n"])
     for block in range(config.num_hidden_layers):
         for name, stem in about.stems.items():
-            experts: list[int | None] = list(range(count)) if "{}" in stem.module else [None]
+            experts: list[int | None] = list(range(counts[stem.shape[0]])) if "{}" in stem.module else [None]
             for expert in experts:
                 if stem.split:
                     continue
@@ -286,7 +292,8 @@ def _check_config(made: Planned, config: Any) -> None:
 
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
-        return all(_alike(one.get(key), other.get(key)) for key in one.keys() | other.keys())
+        keys = (one.keys() | other.keys()) - {"type"}  # version 4 of transformers' name of rope_type
+        return all(_alike(one.get(key), other.get(key)) for key in keys)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_alike, one, other))
     if isinstance(one, float) or isinstance(other, float):
