@@ -56,6 +56,15 @@ FACTORS = {
     **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "ssm_out_multiplier": 0.7},
     **{"mlp_multipliers": [0.6, 1.2], "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0]},
 }
+NEMOTRON_H = {
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4},
+    **{"rope_theta": 10000.0, "num_hidden_layers": 4},
+}
+NEMOTRON_3 = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{"moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1},
+    "hybrid_override_pattern": "ME*E",
+}
 GRANITE4 = {
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "shared_intermediate_size": 48},
     **{"layer_types": ["linear_attention", "full_attention"] * 2, "position_embedding_type": "rope"},
@@ -197,6 +206,9 @@ MODELS |= {
         "granitehybrid",
         {**GRANITE, **MAMBA, **GRANITE4, "num_local_experts": 0, "shared_intermediate_size": FFN},
     ),
+    "nemotron_h": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M-*M"}),
+    "nemotron_h experts": ("nemotron_h_moe", {**NEMOTRON_H, **NEMOTRON_3}),
+    "nemotron_h latent": ("nemotron_h_moe", {**NEMOTRON_H, **NEMOTRON_3, "moe_latent_size": 32}),
     "llama internlm2": ("internlm2", {}),
     "llama exaone": ("exaone", {"rope_scaling": LLAMA3}),
     "llama xverse": ("xverse", {}),
@@ -232,8 +244,8 @@ MODELS |= {
     ),
 }
 NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
-NOT_WRITTEN += ("falcon-h1", "granitehybrid", "apertus", "falcon", "gpt2")
+NOT_WRITTEN += ("nemotron_h", "nemotron_h_moe", "falcon-h1", "granitehybrid", "apertus", "falcon", "gpt2")
 # Their models are written as files of another architecture.
 ALIASES = ("bailingmoe2", "internlm2", "exaone", "xverse", "minicpm", "qwen2vl", "qwen3vl", "qwen3vlmoe")
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3", "olmo", "arcee")
-PERMUTED += ("internlm2", "xverse", "minicpm")
+PERMUTED += ("nemotron_h", "nemotron_h_moe", "internlm2", "xverse", "minicpm")

@@ -185,6 +185,23 @@ def mamba_keys(config: Any) -> dict[str, Any]:
     return keys
 
 
+def nemotron_keys(config: Any) -> dict[str, Any]:
+    kinds, moe = config.hybrid_override_pattern, config.hybrid_override_pattern.count("E") > 0
+    size = config.moe_intermediate_size if moe else FFN
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    keys = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 8}
+    keys |= {"ssm.inner_size": inner, "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon}
+    keys |= {"feed_forward_length": [size if one in "E-" else 0 for one in kinds]}
+    keys |= {"attention.head_count_kv": [KV_HEADS if one == "*" else 0 for one in kinds]}
+    if not moe:
+        names = ("num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "n_group")
+        names = (*names, "topk_group", "routed_scaling_factor", "moe_intermediate_size")
+        return keys | {KEYS[name]: None for name in names}
+    shared = {"expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size}
+    latent = {"moe_latent_size": config.moe_latent_size} if config.moe_latent_size else {}
+    return keys | scores(config) | shared | latent
+
+
 # Keys that llama.cpp's conversion computes from config.json; None: left out.
 COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek2": mla_keys,
@@ -214,6 +231,8 @@ COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "afmoe": shared_keys,
     "exaone-moe": shared_keys,
     "falcon-h1": mamba_keys,
+    "nemotron_h": nemotron_keys,
+    "nemotron_h_moe": nemotron_keys,
     "granitehybrid": mamba_keys,
     "gptneox": lambda config: {"use_parallel_residual": config.use_parallel_residual},
     "falcon": lambda config: {**gpt_keys(config), "attention.head_count_kv": config.num_kv_heads},
@@ -334,6 +353,16 @@ def falcon_h1_factor(name: str, tensor: Tensor, config: Any) -> Any:
     return factors.get(name.split(".")[-2], 1.0)
 
 
+def nemotron_tensors(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    if found := re.fullmatch(r"model\.layers\.(\d+)\.mixer\.experts\.(up|down)_proj", name):
+        return {f"blk.{found[1]}.ffn_{found[2]}_exps.weight": tensor}
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if name.endswith("mixer.norm.weight"):
+        tensor = tensor.view(config.n_groups, -1)
+    return {name.replace("model.", "backbone.", 1).replace("dt_bias", "dt.bias"): tensor}
+
+
 CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
     "deepseek2": split_kv,
     "qwen3next": delta_net,
@@ -347,6 +376,8 @@ CHANGED: dict[str, Callable[[str, Tensor, Any], dict[str, Tensor]]] = {
     "qwen35moe": delta_net,
     "apertus": lambda name, tensor, config: {} if "act_fn" in name else {name: tensor},
     "falcon-h1": mamba_tensors,
+    "nemotron_h": nemotron_tensors,
+    "nemotron_h_moe": nemotron_tensors,
     "granitehybrid": mamba_tensors,
     "afmoe": lfm2_bias,
     "gptneox": heads_of_three,
@@ -448,10 +479,10 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
         if found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(per_expert_)?scale", name):
             made[f"blk.{found[1]}.ffn_{'down_exps' if found[2] else 'gate_inp'}.scale"] = tensor
             continue
-        whole = name.endswith(("sinks", "A_log", "mamba.D"))
+        whole = name.endswith(("sinks", "A_log", "mamba.D", "mixer.D"))
         stored = names.get_name(name if whole or "pre_ff_layernorm" in name else module)
         assert stored is not None, name
-        if name.endswith(("A_log", "mamba.D", "pre_ff_layernorm.weight")):
+        if name.endswith(("A_log", "mamba.D", "mixer.D", "pre_ff_layernorm.weight")):
             made[stored] = tensor
             continue
         kind = "weight" if whole else kind

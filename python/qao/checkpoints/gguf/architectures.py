@@ -17,6 +17,7 @@ from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED, M
 from .llama4 import LLAMA4
 from .mamba import FALCON_H1
 from .more import MORE
+from .nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from .older import FALCON_40B, OLDER
 from .rows import (
     ATTENTION,
@@ -310,6 +311,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": GRANITE_MOE,
     "granitehybrid": GRANITE_HYBRID,
     "falcon-h1": FALCON_H1,
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo": Architecture(
         "olmo",
         "OlmoForCausalLM",
