@@ -69,6 +69,8 @@ GRANITE4 = {
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "shared_intermediate_size": 48},
     **{"layer_types": ["linear_attention", "full_attention"] * 2, "position_embedding_type": "rope"},
 }
+WHOLE = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 128}
+FOUR = {"rope_type": "longrope", "short_factor": [1.5] * 4, "long_factor": [3.0] * 4}
 EVERY_HEAD = {"num_key_value_heads": HEADS}
 FALCON = {"head_dim": ..., "intermediate_size": 4 * HIDDEN, "rope_theta": 10000.0}
 DEEPSEEK = {
@@ -213,6 +215,15 @@ MODELS |= {
     "llama exaone": ("exaone", {"rope_scaling": LLAMA3}),
     "llama xverse": ("xverse", {}),
     "granite minicpm": ("minicpm", {**GRANITE, "attention_multiplier": HEAD**-0.5}),
+    "granite minicpm4": (
+        "minicpm",
+        {**GRANITE, "attention_multiplier": HEAD**-0.5, "rope_scaling": {**WHOLE, "rope_type": "longrope"}},
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {**MLA, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "rope_scaling": {**WHOLE, **FOUR}},
+    ),
+    "jais2": ("jais2", {"attention_bias": True, "mlp_bias": True}),
     "qwen2 vl": ("qwen2vl", {}),
     "qwen3 vl": ("qwen3vl", {}),
     "qwen3_moe vl": ("qwen3vlmoe", {**MOE, "norm_topk_prob": True}),
@@ -244,7 +255,7 @@ MODELS |= {
     ),
 }
 NOT_WRITTEN = ("gpt-oss", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "gemma4", "llama4", "granitemoe")
-NOT_WRITTEN += ("nemotron_h", "nemotron_h_moe", "falcon-h1", "granitehybrid", "apertus", "falcon", "gpt2")
+NOT_WRITTEN += ("minicpm3", "nemotron_h", "nemotron_h_moe", "falcon-h1", "granitehybrid", "apertus", "falcon", "gpt2")
 # Their models are written as files of another architecture.
 ALIASES = ("bailingmoe2", "internlm2", "exaone", "xverse", "minicpm", "qwen2vl", "qwen3vl", "qwen3vlmoe")
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3", "olmo", "arcee")

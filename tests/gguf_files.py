@@ -231,6 +231,12 @@ COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "afmoe": shared_keys,
     "exaone-moe": shared_keys,
     "falcon-h1": mamba_keys,
+    "minicpm3": lambda config: {
+        "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length": None,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.q_lora_rank": config.q_lora_rank,
+    },
     "nemotron_h": nemotron_keys,
     "nemotron_h_moe": nemotron_keys,
     "granitehybrid": mamba_keys,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, is_sigmoid
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, is_sigmoid
 from .delta_net import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from .gemma4 import GEMMA4
 from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED, MINICPM, granite_hybrid, granite_moe
@@ -206,6 +206,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "xverse": replace(LLAMA, written=False),
     "exaone": replace(LLAMA, permuted=False, written=False),
     "minicpm": MINICPM,
+    "minicpm3": MINICPM3,
     "qwen2vl": replace(QWEN2, written=False),  # the language models of Qwen-VL, which read text as these do
     "qwen3vl": replace(QWEN3, written=False),
     "qwen3vlmoe": replace(QWEN3_MOE, written=False),

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 in GGUF files: latent attention and groups of experts."""
+"""DeepSeek-V2 and V3 in GGUF files: latent attention and groups of experts. MiniCPM3 has such attention, too."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .rows import (
     Metadata,
     Sizes,
     Stem,
+    whole_context,
 )
 
 
@@ -118,6 +119,36 @@ DEEPSEEK_V3 = Architecture(  # "deepseek2" with sigmoids of experts: also Kimi K
     present={},
     head_dim="rope.dimension_count",
     configure=_deepseek_v3,
+    sizes=_mla_sizes,
+    written=False,
+)
+
+
+def _minicpm3(file: Metadata) -> dict[str, Any]:
+    """Scales are constants of llama.cpp, and values have the heads' share of the embedding."""
+    rope, size = file.number("rope.dimension_count"), file.number("attention.key_length")
+    heads = file.number("attention.head_count")
+    if size <= rope:
+        raise file.error(f"heads of keys have {size} elements, of which {rope} are rotated")
+    return {
+        "num_key_value_heads": heads,
+        "q_lora_rank": file.number("attention.q_lora_rank") if file.has_tensor("blk.0.attn_q_a.weight") else None,
+        "kv_lora_rank": file.number("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": size - rope,
+        "v_head_dim": file.number("embedding_length") // heads,
+        **whole_context(file),
+    }
+
+
+MINICPM3 = Architecture(
+    "minicpm3",
+    "MiniCPM3ForCausalLM",
+    _MLA | MLP,
+    fixed={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    present={},
+    head_dim="rope.dimension_count",
+    configure=_minicpm3,
     sizes=_mla_sizes,
     written=False,
 )

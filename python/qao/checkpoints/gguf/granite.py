@@ -25,6 +25,7 @@ from .rows import (
     Stem,
     stacks_experts,
     unchanged,
+    whole_context,
 )
 
 _SCALES = (
@@ -93,9 +94,8 @@ def granite_moe(file: Metadata) -> Architecture:
 
 
 def _minicpm(file: Metadata) -> dict[str, Any]:
-    if file.has_tensor("rope_factors_long.weight"):
-        raise file.error("MiniCPM with factors for long contexts is not supported")
-    return {"attention_multiplier": (file.number("embedding_length") // file.number("attention.head_count")) ** -0.5}
+    size = file.number("embedding_length") // file.number("attention.head_count")
+    return {"attention_multiplier": size**-0.5, **whole_context(file)}
 
 
 GRANITE = Architecture("granite", "GraniteForCausalLM", DENSE, entries=_SCALES, permuted=True)

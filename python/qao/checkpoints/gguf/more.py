@@ -1,4 +1,4 @@
-"""Ling 2, Trinity, K-EXAONE, Phi-3.5-MoE, Apertus and GLM-4-9B in GGUF files."""
+"""Ling 2, Trinity, K-EXAONE, Phi-3.5-MoE, Apertus, Jais 2 and GLM-4-9B in GGUF files."""
 
 from __future__ import annotations
 
@@ -147,6 +147,15 @@ MORE: dict[str, Architecture] = {
         "GlmForCausalLM",
         _QKV | {"ffn_norm": MLP["ffn_norm"]} | FUSED_MLP,
         partial_rotary=True,
+    ),
+    "jais2": Architecture(
+        "jais2",
+        "Jais2ForCausalLM",
+        _QKV | without(MLP, "ffn_gate"),
+        epsilon="layer_norm_eps",
+        layer_norm=True,
+        norm_bias=True,
+        present={**BIASED, "mlp_bias": "ffn_up.bias"},
     ),
     "phimoe": Architecture(
         "phimoe",

@@ -197,3 +197,11 @@ def gate_up(sizes: Sizes, gate: Tensor, up: Tensor) -> Tensor:
 
 
 STACKED = Made("e 2x h", gate_up, ("ffn_up_exps",), stacked=True)
+
+
+def whole_context(file: Metadata) -> dict[str, Any]:
+    """Parameters of rotary embeddings with factors for long contexts, if the model was trained on its whole context."""
+    if not file.has_tensor("rope_factors_long.weight"):
+        return {}
+    length = file.number("context_length")
+    return {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": length}}
