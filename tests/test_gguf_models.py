@@ -233,3 +233,11 @@ def test_sliding_windows(tmp_path: Path) -> None:
     model.config.sliding_window = 8
     with pytest.raises(CheckpointError, match="granite with a sliding window is not supported"):
         open_checkpoint(write(tmp_path / "granite.gguf", model, "granite"))
+
+
+def test_more_blocks_than_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged number is an error before lists of that length are made."""
+    monkeypatch.setitem(COMPUTED, "afmoe", lambda config: COMPUTED["exaone-moe"](config) | {"block_count": 2**31 - 1})
+    path = write(tmp_path / "model.gguf", float_model("afmoe", MODELS["afmoe"][1]), "afmoe")
+    with pytest.raises(CheckpointError, match="says 2147483647 blocks, but has"):
+        open_checkpoint(path)

@@ -94,6 +94,8 @@ class Model:
         self.blocks = self.number("block_count") - self.number("nextn_predict_layers", 0, least=0)
         if self.blocks < 1:
             raise self.error(f"all {self.number('block_count')} blocks predict further tokens")
+        if self.blocks > len(file.tensors):  # before anything is made for each of them
+            raise self.error(f"it says {self.blocks} blocks, but has {len(file.tensors)} tensors")
         if self._arch in VARIANTS:
             self.architecture = VARIANTS[self._arch](self)
         self._stems = {name: self._stem(name) for name in file.tensors if not self._is_skipped(name)}
