@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Select tests, and spread the longest ones over pytest-xdist's workers.
 
-    Not selected are those that gpu_report.py has already run, and in CI, with QAO_TEST_PART=1/3, two thirds of those
+    Not selected are those that gpu_report.py has already run or leaves out, and in CI, with QAO_TEST_PART=1/3, two thirds of those
     marked extended or packaging. Each worker gets an equal part of the list. At the end of the last part the longest
     tests would run one by one.
     """
@@ -40,11 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if path := os.environ.pop("QAO_TESTS_DONE", None):  # not for pytest inside a test
         done = set(Path(path).read_text().splitlines())
         items[:] = [item for item in items if item.nodeid not in done]
+    if os.environ.pop("QAO_TESTS_OF_GPU", None):
+        items[:] = [item for item in items if _params(item).get("device") != "cpu"]
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         long = [item for item in items if item.get_closest_marker("early")]
         items[:] = [item for item in items if item not in long]
         for i, item in enumerate(long):
             items.insert((i % workers) * len(items) // workers + workers, item)  # parts differ by the remainder
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 @pytest.fixture(

@@ -3,6 +3,7 @@
 ``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist. What each
 test did is in build/gpu_progress.jsonl at once: after a run that was cut short, or in which tests failed, ``--resume``
 runs the others, and those that failed, of the same sources, and reports on all; it names what it ran again.
+``--gpu-only`` leaves out the cases of device "cpu", which ``make test`` runs, and says so in the report.
 ``--check`` says whether the report is one of the present sources and nothing failed (exit status 1 and the reason when
 not). The check needs neither torch nor a GPU.
 """
@@ -23,6 +24,7 @@ REPORT = ROOT / "tests" / "gpu_report.json"
 PROGRESS = ROOT / "build" / "gpu_progress.jsonl"  # the sources, then RUN and the tests of each run
 RUN = '"run"'
 OUTCOMES = ("passed", "skipped", "failed")
+LEFT_OUT = 'the cases of device "cpu"'
 sys.path.insert(0, str(ROOT))
 
 from bench.meta import describe, source_hash  # noqa: E402
@@ -84,7 +86,7 @@ def sees_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def run(workers: int, resume: bool) -> int:
+def run(workers: int, resume: bool, gpu_only: bool) -> int:
     """Run the whole suite or the remaining tests; the exit status is pytest's."""
     import pytest
     import torch
@@ -102,7 +104,8 @@ def run(workers: int, resume: bool) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as done, PROGRESS.open("a") as file:
         done.writelines(f"{test}\n" for test, outcome in merged(before)[0].items() if outcome != "failed")
         done.flush()
-        os.environ["QAO_TESTS_DONE"] = done.name  # for conftest.py
+        os.environ["QAO_TESTS_DONE"] = done.name  # for conftest.py, as is the next
+        os.environ |= {"QAO_TESTS_OF_GPU": "1"} if gpu_only else {}
         print(RUN, file=file, flush=True)
         status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[Recorder(file)]))
     if status == pytest.ExitCode.NO_TESTS_COLLECTED and before:
@@ -114,6 +117,7 @@ def run(workers: int, resume: bool) -> int:
     of = {outcome: [test for test, what in last.items() if what == outcome] for outcome in OUTCOMES}
     counts: dict[str, Any] = {"passed": len(of["passed"]), "cuda_passed": sum("cuda" in test for test in of["passed"])}
     counts |= {"skipped": len(of["skipped"]), "failed": of["failed"], "exit_status": status}
+    counts |= {"left_out": LEFT_OUT} if gpu_only else {}
     write(describe("cuda") | counts | ({"run_again": again} if again else {}))
     return status
 
@@ -151,17 +155,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compare tests/gpu_report.json with the present sources")
     parser.add_argument("--resume", action="store_true", help="run what a former run left, and what failed in it")
+    parser.add_argument("--gpu-only", action="store_true", help=f"leave out {LEFT_OUT}")
     parser.add_argument("-n", type=int, default=0, metavar="WORKERS", help="of pytest-xdist; default: none")
     arguments = parser.parse_args()
     if not arguments.check:
-        return run(arguments.n, arguments.resume)
+        return run(arguments.n, arguments.resume, arguments.gpu_only)
     reason = stale()
     if reason:
         print(f"GPU report: {reason}. Run `make gpu-test PYTHON=python3 VENV=` on a machine with a GPU.")
         return 1
     report = json.loads(REPORT.read_text())
     again = f", {', '.join(report['run_again'])} when run again" if report.get("run_again") else ""
-    print(f"GPU report: {report['passed']} tests passed on {report['device']} with the present sources{again}.")
+    but = f", without {report['left_out']}" if report.get("left_out") else ""
+    print(f"GPU report: {report['passed']} tests passed on {report['device']} with the present sources{but}{again}.")
     return 0
 
 
