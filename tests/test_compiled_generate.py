@@ -84,6 +84,17 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
+def test_longer_sequences_compile_once(compiled: list[dict[str, Any]]) -> None:
+    model = quantized("llama", "cpu")
+    generate(model, cache_implementation="static")
+    count = len(compiled)
+    for tokens in (20, 100):
+        generate(model, cache_implementation="static", max_new_tokens=tokens)
+    assert len(compiled) == count > 0
+    generate(model, cache_implementation="static", max_new_tokens=300)  # a cache of 512 instead of 256
+    assert len(compiled) > count
+
+
 def test_quantized_models_get_the_backend(compiled: list[dict[str, Any]], tmp_path: Path) -> None:
     default, own = transformers.CompileConfig().to_dict(), transformers.CompileConfig(backend="eager", dynamic=True)
     model, static = model_of("llama", "cpu"), {"cache_implementation": "static"}

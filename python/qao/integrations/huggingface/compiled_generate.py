@@ -3,7 +3,8 @@
 A quantized model without a ``compile_config`` gets the backend "qao". A given ``compile_config`` stays as it is, and
 so does the generation config, which ``save_pretrained`` writes. decoding_loop.py decodes with the compiled step.
 Options that it leaves to transformers' loop get the mask of decoding_mask.py, and on a GPU that loop tests one step
-late whether all sequences have ended, so that the host prepares a step while the GPU computes the one before.
+late whether all sequences have ended, so that the host prepares a step while the GPU computes the one before. The
+length of a static cache is rounded up, so that few longer sequences compile again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .compiled_step import CompiledStep, takes
 from .decoding_loop import waiting
 from .decoding_mask import compiles
 
+_CACHE_STEP = 256  # tokens
 _SECONDS = 0.15  # per quantized layer, without Inductor's cache. SmolLM2-135M on one core of a CPU: 35 to 50 for 211.
 
 
@@ -41,6 +43,21 @@ def with_backend(upstream: Any) -> Any:
         return call
 
     return get_compiled_call
+
+
+def with_rounded_cache(upstream: Any) -> Any:
+    """Wrapper of the method by which ``generate`` makes a static cache, whose length is part of the compiled graph.
+
+    transformers takes the longest sequence so far, so that every longer prompt would compile again. Lengths of a
+    quantized model are multiples of 256.
+    """
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "max_cache_len" in kwargs and any(isinstance(module, PackedModule) for module in self.modules()):
+            kwargs["max_cache_len"] += -kwargs["max_cache_len"] % _CACHE_STEP
+        return upstream(self, *args, **kwargs)
+
+    return make
 
 
 def with_deferred_stop(upstream: Any) -> Any:

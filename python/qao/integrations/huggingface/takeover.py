@@ -21,7 +21,7 @@ from ...quantization.rules import differing
 from ...schemes import Scheme
 from ..imports import register_part
 from ..wrapping import wrap
-from .compiled_generate import with_backend, with_deferred_stop
+from .compiled_generate import with_backend, with_deferred_stop, with_rounded_cache
 from .config import QaoConfig
 from .decoding_loop import with_decoding_loop
 from .decoding_mask import with_decoding_mask
@@ -43,7 +43,10 @@ def register() -> None:
     wrap(modeling_utils.PreTrainedModel, "from_pretrained", _from_pretrained)
     wrap(modeling_utils.PreTrainedModel, "get_compiled_call", with_backend)
     wrap(utils, "create_masks_for_generate", with_decoding_mask)
-    if hasattr(utils.GenerationMixin, "_sample"):  # a private method
+    for name in ("_prepare_static_cache", "_get_cache"):  # private methods, the second before version 5
+        if hasattr(utils.GenerationMixin, name):
+            wrap(utils.GenerationMixin, name, with_rounded_cache)
+    if hasattr(utils.GenerationMixin, "_sample"):
         wrap(utils.GenerationMixin, "_sample", with_decoding_loop)
     if hasattr(utils, "DeferredStopCheck"):  # since transformers 5.17
         wrap(utils.DeferredStopCheck, "is_supported", with_deferred_stop)
