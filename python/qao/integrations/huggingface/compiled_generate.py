@@ -46,10 +46,10 @@ def with_backend(upstream: Any) -> Any:
 
 
 def with_rounded_cache(upstream: Any) -> Any:
-    """Wrapper of the method by which ``generate`` makes a static cache, whose length is part of the compiled graph.
+    """Wrapper of the method by which ``generate`` makes a static cache.
 
-    transformers takes the longest sequence so far, so that every longer prompt would compile again. Lengths of a
-    quantized model are multiples of 256.
+    The compiled graph is one of a cache length. transformers takes that of the longest sequence so far, so that every
+    longer prompt would compile again. Lengths of a quantized model are multiples of 256.
     """
 
     def make(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ class Buffers:
         return same and _shapes(self.positions) == _shapes(positions)
 
     def start(self, prompt: Tensor, token: Tensor, mask: Tensor, positions: Mapping[str, Tensor]) -> None:
-        """Begin with the arguments of a step, whose query is the last one that the mask counts."""
+        """Begin with the arguments of a step. Its query is the last one that the mask counts."""
         self.sequences[:, : prompt.shape[1]] = prompt
         self.length.fill_(prompt.shape[1])
         self.chosen.copy_(token)
