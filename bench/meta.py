@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
 import hashlib
@@ -13,6 +14,7 @@ import re
 import shlex
 import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ _SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}
 def source_hash(root: Path = ROOT) -> str:
     """SHA-256 over path and code of every source file under csrc/, cuda/ and python/, in sorted order.
 
-    Comments, blank lines and trailing spaces are excluded, so that edits to comments need no new measurements.
+    Comments, docstrings, blank lines and trailing spaces are excluded: edits to them need no new measurements.
     """
     digest = hashlib.sha256()
     files = (path for folder in _SOURCE_FOLDERS for path in (root / folder).rglob("*"))
@@ -42,7 +44,7 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 def code(path: Path) -> str:
-    """The text of a source file without comments, blank lines and spaces at the end of a line."""
+    """The text of a source file without comments, docstrings, blank lines and spaces at the end of a line."""
     text = path.read_text()
     if path.suffix == ".py":
         lines = text.splitlines()
@@ -50,9 +52,19 @@ def code(path: Path) -> str:
             if token.type == tokenize.COMMENT:
                 row, column = token.start
                 lines[row - 1] = lines[row - 1][:column]
+        for string in _docstrings(ast.parse(text)):
+            first, last = string.lineno - 1, string.end_lineno or string.lineno
+            lines[first:last] = [lines[first][: string.col_offset]] + [""] * (last - first - 1)
     else:
         lines = _CPP.sub(lambda match: match[0] if match[1] is None else " ", text).splitlines()
     return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
+    for node in ast.walk(tree):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            yield node.body[0]
 
 
 def device_slug(device: str) -> str:

@@ -131,6 +131,7 @@ def test_random_weight_is_what_the_operator_multiplies_with(symmetric: bool) -> 
     [
         ("k.cu", 'f("//x");  // why\n\n/* two\nlines */\ng();\n', 'f("//y");\ng();\n'),
         ("m.py", '# why\nx = "#1"  # this\n\n', 'x = "#2"\n'),
+        ("m.py", '"""What\nit is."""\n\nx = "#1"\n', '"""What\nit is."""\nx = "#1"\n"more"\n'),
     ],
 )
 def test_source_hash_skips_comments(tmp_path: Path, name: str, same: str, other: str) -> None:
