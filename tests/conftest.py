@@ -30,8 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Select tests, and spread the longest ones over pytest-xdist's workers.
 
     Not selected are those that gpu_report.py has already run or leaves out, and in CI, with QAO_TEST_PART=1/3, two
-    thirds of those marked extended or packaging. Each worker gets an equal part of the list. At the end of the last part the longest
-    tests would run one by one.
+    thirds of those marked extended or packaging. Each worker gets an equal part of the list. At the end of the last
+    part the longest tests would run one by one.
     """
     if part := os.environ.pop("QAO_TEST_PART", None):
         number, count = map(int, part.split("/"))
