@@ -67,7 +67,7 @@ NEMOTRON_3 = {
 }
 GRANITE4 = {
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "shared_intermediate_size": 48},
-    **{"layer_types": ["linear_attention", "full_attention"] * 2, "position_embedding_type": "rope"},
+    **{"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "rope"},
 }
 WHOLE = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 128}
 FOUR = {"rope_type": "longrope", "short_factor": [1.5] * 4, "long_factor": [3.0] * 4}
@@ -221,7 +221,13 @@ MODELS |= {
     ),
     "minicpm3": (
         "minicpm3",
-        {**MLA, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "rope_scaling": {**WHOLE, **FOUR}},
+        {
+            **MLA,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+            "rope_scaling": {**WHOLE, **FOUR, "factor": 1.0},
+        },
     ),
     "jais2": ("jais2", {"attention_bias": True, "mlp_bias": True}),
     "qwen2 vl": ("qwen2vl", {}),

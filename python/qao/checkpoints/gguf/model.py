@@ -361,7 +361,8 @@ class Model:
         about, kind = self.architecture, self._file.metadata.get(f"{self._arch}.rope.scaling.type", "none")
         if all(name in self._file.tensors for name in LONG_FACTORS.values()):
             factors = {key: self.divisors(name, rotated).tolist() for key, name in LONG_FACTORS.items()}
-            return {"type": "longrope", **factors}  # transformers 4 takes no other keys
+            key = "type" if about.model_type == "phi3" else "rope_type"  # Phi-3 of transformers 4 takes no other keys
+            return {key: "longrope", **factors}
         if kind == "linear":
             return {"rope_type": "linear", "factor": self.number("rope.scaling.factor", kind=float)}
         if kind == "yarn":

@@ -203,5 +203,5 @@ def whole_context(file: Metadata) -> dict[str, Any]:
     """Parameters of rotary embeddings with factors for long contexts, if the model was trained on its whole context."""
     if not file.has_tensor("rope_factors_long.weight"):
         return {}
-    length = file.number("context_length")
-    return {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": length}}
+    length = file.number("context_length")  # and a factor of 1, which MiniCPM3 needs in transformers 5.17
+    return {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": length, "factor": 1.0}}

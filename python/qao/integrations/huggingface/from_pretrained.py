@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -490,10 +491,12 @@ def _config_layers(local: Path) -> Mapping[str, Scheme]:
 def _mismatched(cls: Any, config: Any, state: Mapping[str, LazyValue]) -> list[str]:
     """Tensors with another shape than in the float model. Some transformers versions ignore such mismatches."""
     import transformers.integrations.accelerate
+    from transformers import modeling_utils
 
-    # transformers 4 keeps buffers off meta, since some models read them when they are made.
+    # transformers 4 keeps buffers off meta, since some models read them when they are made, and initial values.
     empty = getattr(transformers.integrations.accelerate, "init_empty_weights", lambda: torch.device("meta"))
-    with empty():
+    uninitialized = getattr(modeling_utils, "no_init_weights", nullcontext)
+    with uninitialized(), empty():
         model = cls(copy.deepcopy(config))
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return [
