@@ -28,6 +28,7 @@ from .rows import (
     EXPERTS,
     FUSED_MLP,
     GROUPS,
+    MAY_SLIDE,
     MLP,
     MOE,
     NORM,
@@ -39,6 +40,7 @@ from .rows import (
     SHARED_SIZE,
     SIGMOID,
     SOFTCAPS,
+    SPARSE_EXPERTS,
     WIDE_QK_NORMS,
     WINDOW,
     Architecture,
@@ -49,9 +51,6 @@ from .rows import (
     without,
 )
 
-_SPARSE_EXPERTS = expert_stems(
-    "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{one}" for one in ("w1", "w3", "w2"))
-)
 LLAMA = Architecture(
     "llama",
     "LlamaForCausalLM",
@@ -86,7 +85,7 @@ MINISTRAL3 = Architecture(  # "mistral3" with a temperature; without one, it is 
 MIXTRAL = Architecture(  # "llama" with experts
     "mixtral",
     "MixtralForCausalLM",
-    ATTENTION | {"ffn_norm": MLP["ffn_norm"]} | _SPARSE_EXPERTS,
+    ATTENTION | {"ffn_norm": MLP["ffn_norm"]} | SPARSE_EXPERTS,
     entries=(Entry("num_local_experts", "expert_count"), *COUNTS),
     fixed={"sliding_window": None},
     present={},
@@ -274,7 +273,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **FUSED_MLP,
         },
         entries=(
-            Entry("sliding_window", "attention.sliding_window", optional=True),
+            MAY_SLIDE,
             Entry("original_max_position_embeddings", "rope.scaling.original_context_length", optional=True),
         ),
         partial_rotary=True,
@@ -395,7 +394,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "exaone4",
         "Exaone4ForCausalLM",
         _POST_NORMS | QK_NORMS,
-        entries=(Entry("sliding_window", "attention.sliding_window", optional=True),),
+        entries=(MAY_SLIDE,),
         present={},
         configure=_exaone4,
         patterned=True,
@@ -476,7 +475,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ATTENTION
         | WIDE_QK_NORMS
         | {"ffn_norm": MLP["ffn_norm"], "exp_probs_b": Stem("block_sparse_moe", "e", ("", "e_score_correction_bias"))}
-        | _SPARSE_EXPERTS,
+        | SPARSE_EXPERTS,
         entries=(
             Entry("num_local_experts", "expert_count"),
             *COUNTS,

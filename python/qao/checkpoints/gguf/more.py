@@ -16,6 +16,7 @@ from .rows import (
     FUSED_MLP,
     FUSED_QKV,
     GROUPS,
+    MAY_SLIDE,
     MLP,
     MOE,
     NORM,
@@ -23,6 +24,7 @@ from .rows import (
     ROUTED,
     SHARED_EXPERTS,
     SIGMOID,
+    SPARSE_EXPERTS,
     WINDOW,
     Architecture,
     Entry,
@@ -160,16 +162,12 @@ MORE: dict[str, Architecture] = {
     "phimoe": Architecture(
         "phimoe",
         "PhimoeForCausalLM",
-        _QKV
-        | {"ffn_norm": MLP["ffn_norm"]}
-        | expert_stems(
-            "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{one}" for one in ("w1", "w3", "w2"))
-        ),
+        _QKV | {"ffn_norm": MLP["ffn_norm"]} | SPARSE_EXPERTS,
         norm_bias=True,
         entries=(
             Entry("num_local_experts", "expert_count"),
             *COUNTS,
-            Entry("sliding_window", "attention.sliding_window", optional=True),
+            MAY_SLIDE,
         ),
         configure=_phimoe,
     ),

@@ -154,6 +154,9 @@ def expert_stems(router: str, gate: str, up: str, down: str) -> dict[str, Stem]:
 
 
 EXPERTS = expert_stems("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+SPARSE_EXPERTS = expert_stems(
+    "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{one}" for one in ("w1", "w3", "w2"))
+)
 SHARED_EXPERT = {
     "ffn_gate_inp_shexp": Stem("mlp.shared_expert_gate", "1 h"),
     "ffn_gate_shexp": Stem("mlp.shared_expert.gate_proj", "s h"),
@@ -186,6 +189,7 @@ SOFTCAPS = (
     Entry("final_logit_softcapping", "final_logit_softcapping", float, 30.0),
 )
 WINDOW = Entry("sliding_window", "attention.sliding_window")
+MAY_SLIDE = Entry("sliding_window", "attention.sliding_window", optional=True)
 
 
 def unchanged(sizes: Sizes, tensor: Tensor) -> Tensor:
