@@ -46,13 +46,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def earlier(path: Path, meta: dict[str, Any], but: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The rows of a file measured in the setting of ``meta``, day and sources included; otherwise empty.
 
-    ``but``: keys of the metadata that may differ.
+    ``but``: keys of the metadata that may differ, such as OF_ROWS for dated rows.
     """
-    if not path.exists():
+    before = read(path) if path.exists() else None
+    if before is None or not same_setting(before["meta"], meta, but):
         return []
-    before = read(path)
-    rows: list[dict[str, Any]] = before["rows"] if same_setting(before["meta"], meta, but) else []
-    return rows
+    rows: list[dict[str, Any]] = before["rows"]
+    return [dated(before["meta"], row) for row in rows] if but == OF_ROWS else rows
 
 
 def same_setting(meta: dict[str, Any], other: dict[str, Any], but: tuple[str, ...] = ()) -> bool:
