@@ -88,9 +88,13 @@ GRANITE_MOE_SHARED = Architecture(  # "granitemoe" with shared experts
 )
 
 
-def granite_moe(file: Metadata) -> Architecture:
-    row = GRANITE_MOE_SHARED if file.has_key(SHARED_KEY) else GRANITE_MOE
+def _of_version(row: Architecture) -> Architecture:
+    """The row with the names of the installed transformers."""
     return row if stacks_experts() else replace(row, stems={**row.stems, **_MOE_4})
+
+
+def granite_moe(file: Metadata) -> Architecture:
+    return _of_version(GRANITE_MOE_SHARED if file.has_key(SHARED_KEY) else GRANITE_MOE)
 
 
 def _minicpm(file: Metadata) -> dict[str, Any]:
@@ -153,4 +157,4 @@ GRANITE_HYBRID = Architecture(
 
 
 def granite_hybrid(file: Metadata) -> Architecture:
-    return GRANITE_HYBRID if stacks_experts() else replace(GRANITE_HYBRID, stems={**GRANITE_HYBRID.stems, **_MOE_4})
+    return _of_version(GRANITE_HYBRID)

@@ -9,6 +9,15 @@ from typing import Any
 from .mamba import MAMBA2, mamba2, mamba2_sizes
 from .rows import ATTENTION, COUNTS, GROUPS, NORM, SHARED_KEY, SIGMOID, Architecture, Entry, Metadata, Stem
 
+# Names of Mamba 2's sizes in mamba.py and here.
+_SIZES = {
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_d_head": "mamba_head_dim",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_d_conv": "conv_kernel",
+}
+
 
 def _blocks(file: Metadata) -> dict[str, Any]:
     """Blocks without heads of keys and without feed-forward rows are Mamba 2."""
@@ -21,11 +30,7 @@ def _blocks(file: Metadata) -> dict[str, Any]:
     dense = next((block for block, kind in enumerate(kinds) if kind == "-"), 0)
     return {
         "hybrid_override_pattern": "".join(kinds),
-        "mamba_num_heads": found["mamba_n_heads"],
-        "mamba_head_dim": found["mamba_d_head"],
-        "n_groups": found["mamba_n_groups"],
-        "ssm_state_size": found["mamba_d_state"],
-        "conv_kernel": found["mamba_d_conv"],
+        **{own: found[name] for name, own in _SIZES.items()},
         "use_conv_bias": found["mamba_conv_bias"],
         "use_bias": found["mamba_proj_bias"],
         "mlp_bias": file.has_tensor(f"blk.{dense}.ffn_up.bias"),
@@ -33,9 +38,7 @@ def _blocks(file: Metadata) -> dict[str, Any]:
 
 
 def _sizes(config: Mapping[str, Any], block: int) -> dict[str, int]:
-    names = {"mamba_n_heads": "mamba_num_heads", "mamba_d_head": "mamba_head_dim", "mamba_n_groups": "n_groups"}
-    names |= {"mamba_d_state": "ssm_state_size", "mamba_d_conv": "conv_kernel"}
-    sizes = mamba2_sizes({name: config[own] for name, own in names.items()}, block)
+    sizes = mamba2_sizes({name: config[own] for name, own in _SIZES.items()}, block)
     shared = config.get("moe_shared_expert_intermediate_size", 0)
     return sizes | {"s": shared, "l": config.get("moe_latent_size") or config["hidden_size"]}
 

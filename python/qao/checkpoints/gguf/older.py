@@ -252,8 +252,8 @@ OLDER: dict[str, Architecture] = {
         "BloomForCausalLM",
         _NEOX
         | {
-            "attn_qkv": Stem("self_attention.query_key_value", "3h h", made=Made("3h h", rows=_by_head)),
-            "attn_output": Stem("self_attention.dense", "h h"),
+            "attn_qkv": _NEOX["attn_qkv"]._replace(module="self_attention.query_key_value"),
+            "attn_output": _NEOX["attn_output"]._replace(module="self_attention.dense"),
         },
         epsilon="layer_norm_epsilon",
         layer_norm=True,
