@@ -14,6 +14,7 @@ from . import (
     bars,
     busy,
     calibrate,
+    diffusion,
     experts,
     experts_block,
     four_bits,
@@ -129,6 +130,9 @@ def make_parser() -> argparse.ArgumentParser:
     asked = commands.add_parser("generate", help="tokens per second of an unmodified transformers model's generate()")
     _add_common(asked)
     generate.add_arguments(asked)
+    denoising = commands.add_parser("diffusion", help="a step of a diffusion transformer; needs diffusers")
+    _add_common(denoising)
+    diffusion.add_arguments(denoising)
     filed = commands.add_parser("gguf", help="tokens per second of GGUF files on the CPU, by qao and by llama.cpp")
     _add_out(filed)
     gguf.add_arguments(filed)
@@ -257,6 +261,9 @@ def main() -> int:
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     if arguments.command == "generate":
         generate.run(arguments, folder / "generate.csv")
+        return 0
+    if arguments.command == "diffusion":
+        diffusion.run(arguments, folder / "diffusion.csv")
         return 0
     if arguments.command == "gguf":
         gguf.run(arguments, folder / "gguf.csv")

@@ -13,6 +13,7 @@
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->,
 <!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:prefill:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->, <!-- bench:linear:epyc-avx2 -->, <!-- bench:threads:xeon-amx -->,
+<!-- bench:diffusion:h200 -->,
 <!-- bench:llama_head:h200 -->, <!-- bench:busy:epyc-avx512_bf16 -->
 <!-- bench:vllm:h200 -->, <!-- bench:vllm_layouts:h200 -->,
 <!-- bench:sglang:h200 -->, <!-- bench:sglang_layouts:h200 -->,
@@ -34,6 +35,7 @@ from . import (
     busy,
     calibrate,
     choosing,
+    diffusion,
     experts,
     experts_block,
     four_bits,
@@ -85,6 +87,7 @@ _RENDERERS = {
     "host": host,
     "llama": llama,
     "generate": generate,
+    "diffusion": diffusion,
     "gguf": gguf,
     "vllm": serving,
     "sglang": serving,

@@ -20,6 +20,7 @@ from bench import (
     bars,
     calibrate,
     choosing,
+    diffusion,
     experts,
     experts_contenders,
     four_bits,
@@ -260,13 +261,18 @@ def test_decoders_in_the_documents(decoders: dict) -> None:
 def test_an_unmodified_model_decodes_in_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(generate, "_FIRST", 2)
+    monkeypatch.setattr(generate, "PROMPT", 24)
     path = tmp_path / "generate.csv"
     sizes = ["--model", "tiny", "--layers", "1", "--context", "16", "--steps", "40", "--backend", "eager"]
     for schemes in (["bf16"], ["int8", "int8, bf16 head"]):
         words = ["generate", "--device", "cpu", *sizes, "--schemes", *schemes]
         generate.run(bench_command.make_parser().parse_args(words), path)
+    turns = ["--turns", str(tmp_path / "turns")]
+    words = ["generate", "--device", "cpu", *sizes, "--schemes", "int8", "--ways", "prompt", *turns]
+    *_, prompt = generate.run(bench_command.make_parser().parse_args(words), path)["rows"]
+    assert prompt["way"] == "prompt" and prompt["tokens_s"] > 0 and prompt["first_s"] is None
     results = read(path)
-    rows = results["rows"]
+    rows = [row for row in results["rows"] if row["way"] != "prompt"]
     schemes, ways = ["bf16", "int8", "int8, bf16 head"], ["eager", "static", "compiled"]  # the default
     assert [(row["scheme"], row["way"]) for row in rows] == [(s, way) for s in schemes for way in ways]
     assert all(row["tokens_s"] > 0 and row["first_s"] > 0 for row in rows)
@@ -276,6 +282,16 @@ def test_an_unmodified_model_decodes_in_three_ways(tmp_path: Path, monkeypatch: 
     assert "**tiny**, batch 1: tokens/s (times bf16)" in text and "\n| `int8`, bf16 head | " in text
     plots.draw_unmodified(results, tmp_path / "generate.svg")
     assert "step compiled by hand" in (tmp_path / "generate.svg").read_text()
+
+
+def test_a_diffusion_transformer_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    sizes = ["--model", "tiny", "--side", "4", "--backend", "eager"]
+    words = ["diffusion", "--device", "cpu", *sizes, "--schemes", "int8_int8"]
+    results = diffusion.run(bench_command.make_parser().parse_args(words), tmp_path / "diffusion.csv")
+    (row,) = results["rows"]
+    assert row["step_ms"] > 0 and row["weights_mib"] > 0
+    assert "\n| `int8_int8` | " in diffusion.render(results)
 
 
 def test_gguf_files_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from bench import __main__ as bench_command
 from bench.result_files import read
 from bench.serving import checkpoints, features, logprobs, run, tables
 from bench.serving.engine import Engine, EngineError
+from bench.turns import Turns
 
 pytest.importorskip("transformers")
 
@@ -109,7 +110,7 @@ def test_features(stand_in: Path) -> None:
 
 
 def test_a_measurement_is_alone(tmp_path: Path) -> None:
-    one, other = run.Turns(tmp_path / "turns"), run.Turns(tmp_path / "turns")
+    one, other = Turns(tmp_path / "turns"), Turns(tmp_path / "turns")
     happened: list[str] = []
 
     def measure() -> None:

@@ -9,14 +9,12 @@ other backends, such as "marlin".
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,6 +27,7 @@ import torch
 from ..llama_model import PRESETS, head_dim
 from ..meta import describe
 from ..result_files import OF_ROWS, dated, earlier, join, write
+from ..turns import Turns
 from . import logprobs
 from .checkpoints import BF16, LAYOUTS, OWN, SMALL, config_of
 from .checkpoints import write as write_checkpoint
@@ -36,25 +35,6 @@ from .engine import Engine, EngineError, start_all
 from .features import FEATURES, Feature
 
 Row = dict[str, Any]
-
-
-class Turns:
-    """Engines that start, many at once, or a measurement, alone, among all runs that use the same file."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def start(self) -> AbstractContextManager[None]:
-        return self._lock(fcntl.LOCK_SH)
-
-    def measure(self) -> AbstractContextManager[None]:
-        return self._lock(fcntl.LOCK_EX)
-
-    @contextmanager
-    def _lock(self, kind: int) -> Iterator[None]:
-        with self._file.open("a") as file:
-            fcntl.flock(file, kind)
-            yield
 
 
 OWN_KERNELS, QAO, REFERENCE = "own", "qao", "bf16 of the same values"
