@@ -147,6 +147,7 @@ def _model(arguments: argparse.Namespace, word: str) -> Any:
     if kind != BASELINE:
         scheme = without_search(LAYER_SCHEMES[kind])
         qao.quantize_(model, {HEAD: None, "re:.*": scheme} if head else scheme, progress=False)
+        torch.cuda.empty_cache()  # of the float weights, for other runs on the GPU
     return model
 
 

@@ -40,9 +40,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(name: str, device: str) -> Any:
+def model_of(name: str, device: str, **sizes: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **{**SIZES, **HEADS, **TOKENS, **MODELS[name]})
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **HEADS, **TOKENS, **MODELS[name], **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():  # with the initial values, every token is the same one
         if parameter.dim() > 1:

@@ -9,8 +9,9 @@ import inspect
 from typing import Any
 
 import pytest
+import qao
 import torch
-from qao.integrations.huggingface import decoding_loop
+from qao.integrations.huggingface import decoding_loop, loop_masks
 from test_compile_schemes import fresh_dynamo  # noqa: F401  # a fixture of every test
 from test_compiled_generate import Streamed, compiled, generate, model_of, quantized  # noqa: F401
 from torch import Tensor
@@ -207,10 +208,45 @@ def test_other_options_keep_the_loop_of_transformers(
     assert torch.equal(found, expected) and not taken
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "mistral", "gemma3_text"])
-def test_windows_keep_the_loop_of_transformers(name: str, taken: list[int]) -> None:
-    model = quantized(name, "cpu")
-    assert torch.equal(generate(model, **STATIC), generate(model)) and not taken
+WINDOWED = ["gpt_oss", "mistral", "gemma3_text"]
+
+
+def windowed(name: str, device: str, window: int) -> Any:
+    model = model_of(name, device, sliding_window=window)
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    return model
+
+
+@pytest.mark.parametrize("window", [4, PROMPT - 1, PROMPT, PROMPT + 1, PROMPT + 3, 64])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows(name: str, window: int, taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Shorter than the prompt, filled by the answer, and never filled; the second answer begins with a used cache."""
+    model = windowed(name, device, window)
+    for options in ({"max_new_tokens": 14}, {"batch": 4, "max_new_tokens": 14}, {"max_new_tokens": 7}):
+        assert torch.equal(generate(model, **STATIC, **options), of_transformers(monkeypatch, model, **options))
+    assert taken == [13, 13, 6]
+
+
+def test_windows_without_a_mask(taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    model, options = windowed("mistral", device, 6), {"attention_mask": None, "max_new_tokens": 9}
+    assert torch.equal(generate(model, **STATIC, **options), of_transformers(monkeypatch, model, **options))
+    assert taken == [8]
+
+
+def test_a_window_in_a_cache_of_the_caller_keeps_its_order(taken: list[int]) -> None:
+    model = windowed("gemma3_text", "cpu", 6)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    assert torch.equal(generate(model, past_key_values=cache), generate(model)) and not taken
+
+
+def test_unknown_layers_keep_the_loop_of_transformers(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = windowed("gemma3_text", "cpu", 6)
+    expected = generate(model)
+    for module, name, found in ((decoding_loop, "types_of", {"other"}), (loop_masks, "sliding_layers", [])):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda _, found=found: found)
+            assert torch.equal(generate(model, **STATIC), expected)
+    assert not taken
 
 
 def test_other_methods_keep_the_loop_of_transformers(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +325,9 @@ def test_the_stop_check_of_transformers_is_not_deferred(monkeypatch: pytest.Monk
     assert seen == [False, True]
 
 
-def test_one_graph_serves_every_option(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    model = quantized("llama", device)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral"])
+def test_one_graph_serves_every_option(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    model = quantized(name, device)
     monkeypatch.undo()  # compile
     options: dict[str, Any] = {"batch": 2, "max_new_tokens": 10, **STATIC}
     if device == "cpu":

@@ -92,6 +92,8 @@ def _add_attributes(attributes: Mapping[str, Any], state: list[Any], seen: set[i
                 state += key, id(tensor)
                 if tensor is not None:
                     state += tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
+        elif name == "_cache":  # that generate() made last, in version 4
+            state.append([getattr(layer, "max_cache_len", None) for layer in getattr(value, "layers", [])])
         elif name not in _NOT_READ:
             state.append(name)
             _add(value, state, seen)

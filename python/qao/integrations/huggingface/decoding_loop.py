@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .decoding_mask import attends_to_all, compiles
+from .decoding_mask import compiles
+from .loop_masks import FULL, SLIDING, Masks, types_of
+from .ring_cache import ring_order, sliding_layers
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
@@ -37,11 +39,12 @@ _PLAIN = {bool, int, float, str, type(None)}
 
 
 class Buffers:
-    """Everything that one step leaves to the next, at fixed addresses, for B sequences and a cache of length W.
+    """Everything that one step leaves to the next, at fixed addresses, for B sequences of up to L tokens.
 
     ``chosen`` [B] is the next token before it is known whether its sequence is still ``running`` [B]. ``sequences``
-    has the ``length`` [1] tokens of prompt and answer, ``column`` [1] is the place of the token in the cache, and
-    ``report`` [B + 1] has the last token of each sequence and whether any of them goes on.
+    has the ``length`` [1] tokens of prompt and answer, ``mask`` [B, 1, 1, L] says which of them are attended to,
+    ``column`` [1] is the number of the token there, and ``report`` [B + 1] has the last token of each sequence and
+    whether any of them goes on.
     """
 
     def __init__(self, mask: Tensor, positions: Mapping[str, Tensor]) -> None:
@@ -98,15 +101,12 @@ class Buffers:
             counter.add_(1)
 
 
-def step(model: Any, buffers: Buffers, layer_type: str | None, others: dict[str, Any]) -> Tensor:
-    """Logits [B, V] of the token behind the chosen one, which is recorded. The likeliest is chosen next.
-
-    ``layer_type``: key of the dictionary in which the model expects its mask, if it does.
-    """
+def step(model: Any, buffers: Buffers, masks: Masks, others: dict[str, Any]) -> Tensor:
+    """Logits [B, V] of the token behind the chosen one, which is recorded. The likeliest is chosen next."""
     token = buffers.record()
     buffers.mask.logical_or_(torch.arange(buffers.mask.shape[-1], device=token.device) == buffers.column)
-    mask = buffers.mask if layer_type is None else {layer_type: buffers.mask}
-    logits: Tensor = model(input_ids=token[:, None], attention_mask=mask, **buffers.positions, **others).logits[:, -1]
+    arguments = {"attention_mask": masks.make(buffers.mask, buffers.column), **buffers.positions, **others}
+    logits: Tensor = model(input_ids=token[:, None], **arguments).logits[:, -1]
     buffers.chosen.copy_(logits.argmax(-1))
     buffers.advance()
     return logits
@@ -123,9 +123,12 @@ class Finished(BaseException):
 class Loop:
     """One call of ``generate()``, with the arguments of transformers' loop."""
 
-    def __init__(self, given: Mapping[str, Any], longest: int, ends: list[Tensor]) -> None:
+    def __init__(self, given: Mapping[str, Any], longest: int, ends: list[Tensor], types: set[str]) -> None:
         config = given["generation_config"]
+        self._types = types  # of layers
         self._prompt: Tensor = given["input_ids"]
+        mask = given.get("model_kwargs", {}).get("attention_mask")
+        self._seen: Tensor = torch.ones_like(self._prompt) if mask is None else mask
         self._processors, self._streamer = given["logits_processor"], given.get("streamer")
         self._samples, self._pad, self._ends, self._longest = config.do_sample, config._pad_token_tensor, ends, longest
 
@@ -135,30 +138,34 @@ class Loop:
         others = dict(inputs)
         token, given = others.pop("input_ids", None), others.pop("attention_mask", None)
         positions = {name: others.pop(name) for name in _POSITIONS if others.get(name) is not None}
-        layer_type, mask = next(iter(given.items())) if isinstance(given, dict) and len(given) == 1 else (None, given)
-        if not self._takes(token, mask, positions, others):
+        if not self._takes(token, positions, others):
+            return
+        cache = next(others[name] for name in _CACHES if others.get(name) is not None)
+        masks = Masks.as_in(given, self._types, cache, self._prompt.shape[0], self._longest)
+        whole = masks.whole(given, self._seen, self._longest) if masks is not None else None
+        if masks is None or whole is None:
             return
         held, compiled.buffers = compiled.buffers, None  # another thread gets others
-        buffers = held if held is not None and held.fits(mask, positions) else Buffers(mask, positions)
+        buffers = held if held is not None and held.fits(whole, positions) else Buffers(whole, positions)
         try:
-            buffers.start(self._prompt, token[:, 0], mask, positions)
+            buffers.start(self._prompt, token[:, 0], whole, positions)
             buffers.end_with(self._ends, self._pad)
-            sequences = self._run(buffers, lambda: compiled.decode(buffers, layer_type, others))
+            if not masks.agree(masks.make(buffers.mask, buffers.column), given):
+                return
+            with ring_order(sliding_layers(cache), buffers.column):
+                sequences = self._run(buffers, lambda: compiled.decode(buffers, masks, others))
         finally:
             compiled.buffers = buffers
         raise Finished(self, sequences)
 
-    def _takes(self, token: Any, mask: Any, positions: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-        batch = self._prompt.shape[0]
-        tensors = all(isinstance(one, Tensor) for one in (token, mask, *positions.values()))
+    def _takes(self, token: Any, positions: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+        tensors = all(isinstance(one, Tensor) for one in (token, *positions.values()))
         return (
             tensors
-            and token.shape == (batch, 1)
-            and mask.dtype == torch.bool
-            and mask.shape == (batch, 1, 1, mask.shape[-1])
-            and self._longest <= mask.shape[-1] + 1
+            and token.shape == (self._prompt.shape[0], 1)
             and all(one.dim() <= 2 and one.shape[-1] == 1 for one in (token, *positions.values()))
             and all(one.dtype == torch.int64 for one in (token, *positions.values()))
+            and any(others.get(name) is not None for name in _CACHES)
             and all(_is_cache(value) if name in _CACHES else type(value) in _PLAIN for name, value in others.items())
         )
 
@@ -266,6 +273,7 @@ def _loop_of(model: Any, given: Mapping[str, Any]) -> Loop | None:
     if stops is None or given.get("synced_gpus") or any(getattr(config, name, None) for name in _UPSTREAM):
         return None
     longest, ends = stops
+    types = types_of(model.config)
     simple = (
         prompt.dim() == 2
         and prompt.dtype == torch.int64
@@ -280,9 +288,10 @@ def _loop_of(model: Any, given: Mapping[str, Any]) -> Loop | None:
         and not hasattr(model, "create_masks_for_generate")
         and not model.config.is_encoder_decoder
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
-        and attends_to_all(model.config)
+        and types <= {FULL, SLIDING}
+        and (types == {FULL} or config.cache_implementation is not None)  # see ring_order
     )
-    return Loop(given, longest, ends) if simple else None
+    return Loop(given, longest, ends, types) if simple else None
 
 
 def _stops(criteria: Any) -> tuple[int, list[Tensor]] | None:
