@@ -225,6 +225,7 @@ def _prompt(case: Case) -> dict[str, Any]:
     """The prompt, up to the choice of the first token."""
     ids = torch.randint(case.model.config.vocab_size, (case.batch, PROMPT), device=case.ids.device)
     forward, reset = _with_cache(case, PROMPT)
+    forward(ids)  # makes the cache, which a graph must not
     compiled = _compile(forward, case.backend)
     tokens: list[Tensor] = []
 
