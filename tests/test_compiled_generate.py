@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def model_of(name: str, device: str, **sizes: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **{**SIZES, **HEADS, **TOKENS, **MODELS[name], **sizes})
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **HEADS, **TOKENS, **MODELS.get(name, {}), **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():  # with the initial values, every token is the same one
         if parameter.dim() > 1:

@@ -13,7 +13,18 @@ import qao
 import torch
 from qao.integrations.huggingface import decoding_loop, loop_masks
 from test_compile_schemes import fresh_dynamo  # noqa: F401  # a fixture of every test
-from test_compiled_generate import Streamed, compiled, generate, model_of, quantized  # noqa: F401
+from test_compiled_generate import (  # noqa: F401
+    EXPERTS,
+    HEADS,
+    SIZES,
+    SLIDING,
+    TOKENS,
+    Streamed,
+    compiled,
+    generate,
+    model_of,
+    quantized,
+)
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -225,6 +236,77 @@ def test_windows(name: str, window: int, taken: list[int], monkeypatch: pytest.M
     for options in ({"max_new_tokens": 14}, {"batch": 4, "max_new_tokens": 14}, {"max_new_tokens": 7}):
         assert torch.equal(generate(model, **STATIC, **options), of_transformers(monkeypatch, model, **options))
     assert taken == [13, 13, 6]
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32},
+    "olmo_hybrid": {"head_dim": 16},
+}
+STATE = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_layers_with_a_state(name: str, taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Linear attention: its mask is None, and steps behind the end of one answer do not change the next."""
+    if not hasattr(transformers.cache_utils, "LinearAttentionLayer"):
+        pytest.skip("this version of transformers has no static cache for linear attention")
+    sizes = {**STATE, **STATES[name], "layer_types": ["linear_attention", "full_attention"]}
+    model = model_of(name, device, **sizes)
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    ends = ends_of(model, 3, (2, 3, 1))
+    for options in ({"batch": 3, "eos_token_id": ends}, {"max_new_tokens": 9}, {"batch": 3}):
+        assert torch.equal(generate(model, **STATIC, **options), of_transformers(monkeypatch, model, **options))
+    assert len(taken) == 3
+
+
+def test_a_method_that_changes_later_steps(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3 computes its cache again behind as many tokens as the configuration names."""
+    for longest in (PROMPT + 6, PROMPT + 5):
+        model = model_of("phi3", "cpu", original_max_position_embeddings=longest)
+        qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+        assert torch.equal(generate(model, **STATIC), of_transformers(monkeypatch, model))
+    assert taken == [5]
+
+
+TEXT = {**SIZES, **HEADS, **TOKENS, "head_dim": 16}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_attention_heads": 2, "image_size": 28}
+VISION |= {"patch_size": 14, "num_hidden_layers": 1, "depth": 1, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**TEXT, **SLIDING, "query_pre_attn_scalar": 16},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+        **{"mm_tokens_per_image": 4, "image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93},
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {**VISION, "num_position_embeddings": 16},
+        **{"image_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93, "video_token_id": 92},
+    },
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_models_of_images(name: str, taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """An image counts in the prompt alone; positions may have several rows."""
+    if not hasattr(transformers.GenerationMixin, "create_masks_for_generate"):
+        pytest.skip("in this version of transformers most of these models override methods of generate()")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **IMAGES[name])
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval().to(device)
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    ids = torch.randint(2, 90, (1, 12), device=device)
+    ids[0, 2:8] = torch.tensor([94, 95, 95, 95, 95, 93])
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 10}
+    if name == "gemma3":
+        given |= {"token_type_ids": (ids == 95).long(), "pixel_values": torch.randn(1, 3, 28, 28, device=device)}
+    found = model.generate(do_sample=False, **STATIC, **given)
+    with monkeypatch.context() as patch:
+        patch.setattr(utils.GenerationMixin, "_sample", inspect.unwrap(utils.GenerationMixin._sample))
+        assert torch.equal(model.generate(do_sample=False, **STATIC, **given), found)
+    assert taken == [9]
 
 
 def test_windows_without_a_mask(taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:

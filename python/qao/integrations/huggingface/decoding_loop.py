@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .decoding_mask import compiles
-from .loop_masks import FULL, SLIDING, Masks, types_of
+from .loop_masks import FULL, SLIDING, STATES, Masks, types_of
 from .ring_cache import ring_order, sliding_layers
 
 if TYPE_CHECKING:
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
 _MOST_ENDS = 16  # tokens that end a sequence
 _POSITIONS = "position_ids", "cache_position"  # arguments that grow by one with every token
 _CACHES = "past_key_values", "cache"  # names of a cache, by version
-_OWN = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"  # methods that models override
+# Methods that models override, and classes that do with steps that are alike nevertheless: Gemma's method and its masks
+# are about images in the prompt. Phi's empties the cache behind so many tokens as the configuration names.
+_OWN = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "create_masks_for_generate"
+_ALIKE = {
+    "Gemma3ForConditionalGeneration": None,
+    "Phi3ForCausalLM": "original_max_position_embeddings",
+    "PhimoeForCausalLM": "original_max_position_embeddings",
+}
 _UPSTREAM = "return_dict_in_generate", "prefill_chunk_size", "is_assistant"  # options of transformers' loop alone
 _PLAIN = {bool, int, float, str, type(None)}
 
@@ -163,7 +171,7 @@ class Loop:
         return (
             tensors
             and token.shape == (self._prompt.shape[0], 1)
-            and all(one.dim() <= 2 and one.shape[-1] == 1 for one in (token, *positions.values()))
+            and all(one.shape[-1] == 1 for one in (token, *positions.values()))
             and all(one.dtype == torch.int64 for one in (token, *positions.values()))
             and any(others.get(name) is not None for name in _CACHES)
             and all(_is_cache(value) if name in _CACHES else type(value) in _PLAIN for name, value in others.items())
@@ -263,8 +271,6 @@ def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 def _loop_of(model: Any, given: Mapping[str, Any]) -> Loop | None:
     """The loop with these arguments of transformers' own, if nothing but them decides about the tokens."""
-    from transformers import GenerationMixin
-
     if not all(name in given for name in ("input_ids", "logits_processor", "stopping_criteria", "generation_config")):
         return None
     config, prompt = given["generation_config"], given["input_ids"]
@@ -284,14 +290,29 @@ def _loop_of(model: Any, given: Mapping[str, Any]) -> Loop | None:
         and (not ends or (config._pad_token_tensor is not None and config.cache_implementation is not None))
         and all(type(one).__module__.startswith("transformers.") for one in given["logits_processor"])
         and all(name not in vars(model) for name in _OWN)
-        and all(getattr(type(model), name, None) is getattr(GenerationMixin, name, name) for name in _OWN)
-        and not hasattr(model, "create_masks_for_generate")
+        and (longest <= _alike(model) or not any(_overrides(model, name) for name in _OWN))
         and not model.config.is_encoder_decoder
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
-        and types <= {FULL, SLIDING}
-        and (types == {FULL} or config.cache_implementation is not None)  # see ring_order
+        and types <= {FULL, SLIDING, *STATES}
+        # A cache of the caller must keep the order of a window, and states get what the loop computes behind the end.
+        and (types == {FULL} or config.cache_implementation is not None)
     )
     return Loop(given, longest, ends, types) if simple else None
+
+
+def _overrides(model: Any, name: str) -> bool:
+    from transformers import GenerationMixin
+
+    return getattr(type(model), name, None) is not getattr(GenerationMixin, name, None)
+
+
+def _alike(model: Any) -> float:
+    """Tokens up to which all decoding steps of a class that overrides methods are alike."""
+    kind = type(model)
+    if kind.__name__ not in _ALIKE or not kind.__module__.startswith("transformers.models."):
+        return 0
+    limit = _ALIKE[kind.__name__]
+    return math.inf if limit is None else getattr(model.config, limit, None) or math.inf
 
 
 def _stops(criteria: Any) -> tuple[int, list[Tensor]] | None:

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from .ring_cache import sliding_layers, window_of
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
+# Types of layers. The last ones keep a state, and take no mask for one token.
+FULL, SLIDING, STATES = "full_attention", "sliding_attention", ("linear_attention", "conv")
 _WIDTH_STEP = 256  # of a mask that no layer takes whole
 
 
 class Masks(NamedTuple):
     """How a model takes its masks: by type of layer, or (``named`` is False) the one of its only type."""
 
-    dtypes: dict[str, torch.dtype]  # by type of layer: bool, or that of zeros and least values to be added
+    dtypes: dict[str, torch.dtype | None]  # by type of layer: bool, that of zeros and least values to be added, or none
     named: bool
     window: int | None  # tokens that sliding layers hold
 
@@ -36,6 +37,8 @@ class Masks(NamedTuple):
         if masks.keys() != types or (SLIDING in types) != (window is not None):
             return None
         for name, mask in masks.items():
+            if name in STATES and mask is None:
+                continue
             if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[:3] != (batch, 1, 1):
                 return None
             if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -43,12 +46,16 @@ class Masks(NamedTuple):
             # The last token is not computed with.
             if mask.shape[3] != window if name == SLIDING else mask.shape[3] < longest - 1:
                 return None
-        return cls({name: mask.dtype for name, mask in masks.items()}, isinstance(given, dict), window)
+        dtypes = {name: None if mask is None else mask.dtype for name, mask in masks.items()}
+        return cls(dtypes, isinstance(given, dict), window)
 
     def make(self, whole: Tensor, column: Tensor) -> Any:
         """The argument of a step, from ``whole`` [B, 1, 1, L] in bool and the number ``column`` [1] of its token."""
-        masks = {}
+        masks: dict[str, Tensor | None] = {}
         for name, dtype in self.dtypes.items():
+            if dtype is None:
+                masks[name] = None
+                continue
             mask = _in_window(whole, column, self.window) if name == SLIDING and self.window else whole
             if dtype.is_floating_point:
                 mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
@@ -76,7 +83,8 @@ class Masks(NamedTuple):
     def agree(self, made: Any, given: Any) -> bool:
         """Whether two arguments of this form attend to as many tokens. Those of a window may be in another order."""
         ours, theirs = (self._by_type(masks, sliding=self.window is not None) for masks in (made, given))
-        return all(torch.equal(_attended(ours[name]).sum(-1), _attended(theirs[name]).sum(-1)) for name in ours)
+        masked = [name for name, dtype in self.dtypes.items() if dtype is not None]
+        return all(torch.equal(_attended(ours[name]).sum(-1), _attended(theirs[name]).sum(-1)) for name in masked)
 
     @staticmethod
     def _by_type(given: Any, *, sliding: bool) -> dict[str, Any]:
