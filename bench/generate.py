@@ -202,7 +202,8 @@ def _generate(options: dict[str, Any], case: Case) -> dict[str, Any]:
 def _compiled(case: Case) -> dict[str, Any]:
     """A decoding step and the choice of the likeliest token in one compiled function."""
     forward, _ = _with_cache(case, case.ids.shape[1] + (_ROUNDS + 1) * case.steps + _FIRST)
-    token = forward(case.ids)
+    with case.turns.start():
+        token = forward(case.ids)
     tokens = [token.clone()]
     compiled = _compile(forward, case.backend)
 
@@ -225,7 +226,8 @@ def _prompt(case: Case) -> dict[str, Any]:
     """The prompt, up to the choice of the first token."""
     ids = torch.randint(case.model.config.vocab_size, (case.batch, PROMPT), device=case.ids.device)
     forward, reset = _with_cache(case, PROMPT)
-    forward(ids)  # makes the cache, which a graph must not
+    with case.turns.start():
+        forward(ids)  # makes the cache, which a graph must not
     compiled = _compile(forward, case.backend)
     tokens: list[Tensor] = []
 

@@ -3,7 +3,8 @@
 ``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist. What each
 test did is in build/gpu_progress.jsonl at once: after a run that was cut short, or in which tests failed, ``--resume``
 runs the others, and those that failed, of the same sources, and reports on all; it names what it ran again.
-``--gpu-only`` leaves out the cases of device "cpu", which ``make test`` runs, and says so in the report.
+``--gpu-only`` leaves out the cases of device "cpu", which ``make test`` runs, and says so in the report. After the run
+it prints the files that took most of the workers' time.
 ``--check`` says whether the report is one of the present sources and nothing failed (exit status 1 and the reason when
 not). The check needs neither torch nor a GPU.
 """
@@ -15,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +26,7 @@ REPORT = ROOT / "tests" / "gpu_report.json"
 PROGRESS = ROOT / "build" / "gpu_progress.jsonl"  # the sources, then RUN and the tests of each run
 RUN = '"run"'
 OUTCOMES = ("passed", "skipped", "failed")
+_LONGEST = 15  # files to print
 LEFT_OUT = 'the cases of device "cpu"'
 sys.path.insert(0, str(ROOT))
 
@@ -35,8 +38,10 @@ class Recorder:
 
     def __init__(self, file: TextIO) -> None:
         self.file = file
+        self.seconds: Counter[str] = Counter()  # of workers, by file
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid.split("::")[0]] += report.duration
         if report.failed:
             print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
         if report.failed or report.skipped or report.when == "call":
@@ -107,7 +112,9 @@ def run(workers: int, resume: bool, gpu_only: bool) -> int:
         os.environ["QAO_TESTS_DONE"] = done.name  # for conftest.py, as is the next
         os.environ |= {"QAO_TESTS_OF_GPU": "1"} if gpu_only else {}
         print(RUN, file=file, flush=True)
-        status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[Recorder(file)]))
+        recorder = Recorder(file)
+        status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[recorder]))
+    print(*(f"{seconds:7.0f} s  {name}" for name, seconds in recorder.seconds.most_common(_LONGEST)), sep="\n")
     if status == pytest.ExitCode.NO_TESTS_COLLECTED and before:
         status = int(pytest.ExitCode.OK)  # all was done
     runs = earlier_runs()
