@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from .loop_masks import FULL, types_of
+
 # Whether the last generate() that compiled did so for a quantized model.
 compiles: ContextVar[bool] = ContextVar("compiles", default=False)
 
@@ -71,7 +73,8 @@ def with_decoding_mask(upstream: Any) -> Any:
             return mask.copy(of) if kind else mask.compare(of)
         made = upstream(*args, **kwargs)
         if mask is not None or kind not in by_kind:
-            by_kind[kind] = _checked(made, of, kind) if attends_to_all(kwargs["config"]) else None
+            # Within a window, masks look like those of other layers at first.
+            by_kind[kind] = _checked(made, of, kind) if types_of(kwargs["config"]) == {FULL} else None
         return made
 
     return create_masks_for_generate
@@ -87,14 +90,6 @@ def _one_token(arguments: dict[str, Any]) -> bool:
         and embeds.shape[1] == 1
         and all(arguments.get(name) is None for name in others)
     )
-
-
-def attends_to_all(config: Any) -> bool:
-    """Whether no layer has a window, within which masks look like those of other layers at first."""
-    config = config.get_text_config()
-    if (types := getattr(config, "layer_types", None)) is not None:
-        return set(types) == {"full_attention"}
-    return getattr(config, "sliding_window", None) is None and getattr(config, "attention_chunk_size", None) is None
 
 
 def _checked(made: Any, of: Tensor, kind: bool) -> _Mask | None:
