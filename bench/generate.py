@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ PROMPT = 2048  # tokens of the way "prompt"
 STEPS = 64  # timed tokens
 _FIRST = 16  # new tokens of the shorter call, which the time of the longer one is compared with
 _ROUNDS = 3
+_SECONDS = 4.0  # for more than three rounds
 _MOST_MISSING = 1.0  # standard deviations of the logits by which the chosen one may be less than the largest
 WAYS = {
     "eager": "`generate()`",
@@ -124,8 +126,8 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 
 def add(arguments: argparse.Namespace, path: Path) -> None:
-    """Add the rows of the files ``--add`` to the results at ``path``."""
-    join(arguments.add, path, _key)
+    """Add the rows of the chosen ways in the files ``--add`` to the results at ``path``."""
+    join(arguments.add, path, _key, lambda row: row["way"] in arguments.ways)
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -285,8 +287,12 @@ def _marginal(call: Callable[[int], Any], case: Case) -> dict[str, Any]:
     with case.turns.start():
         first_s = case.seconds(partial(call, _FIRST + case.steps))  # first the longer: its cache serves both
         call(_FIRST)
+    rounds: list[list[float]] = []
     with case.turns.measure():
-        rounds = [[case.seconds(partial(call, _FIRST + more)) for more in (case.steps, 0)] for _ in range(_ROUNDS)]
+        begin = time.perf_counter()
+        # A prompt takes as long as many tokens and not always the same time: more rounds where they are short.
+        while len(rounds) < _ROUNDS or (len(rounds) < 5 * _ROUNDS and time.perf_counter() - begin < _SECONDS):
+            rounds.append([case.seconds(partial(call, _FIRST + more)) for more in (case.steps, 0)])
     long, short = (median(times) for times in zip(*rounds, strict=True))
     return {"tokens_s": case.batch * case.steps / (long - short), "first_s": first_s}
 
@@ -304,21 +310,32 @@ _WAYS: dict[str, Callable[[Case], dict[str, Any]]] = {
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: tokens per second by scheme and way, in relation to bfloat16."""
+    """The Markdown of one results file: tokens per second by scheme and way, in relation to bfloat16.
+
+    A table of the first model and batch, and one of all others.
+    """
     meta, rows = results["meta"], results["rows"]
-    cells = {(row["model"], row["batch"], row["scheme"], row["way"]): row for row in rows}
+    first = rows[0]["model"], rows[0]["batch"]
+    mine = [row for row in rows if (row["model"], row["batch"]) == first]
+    others = [row for row in rows if (row["model"], row["batch"]) != first]
     parts = [f"{caption(meta, rows)}; transformers {meta['transformers']}, a prompt of {meta['context']} tokens."]
-    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
-        mine = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
-        ways = [way for way in WAYS if any(row["way"] == way for row in mine)]
-        lines = []
-        for scheme, weights in {row["scheme"]: row["weights_mib"] for row in mine}.items():
-            speeds = _speeds(cells, model, batch, scheme, ways)
-            word, comma, head = scheme.partition(",")
-            lines.append([f"`{word}`{comma}{head}", f"{weights / 1024:.1f}", *speeds])
-        header = ["scheme", "weights GiB", *(WAYS[way] for way in ways)]
-        parts.append(f"**{model}**, batch {batch}: tokens/s (times {BASELINE})\n\n{table(header, lines)}")
+    parts.append(f"**{first[0]}**, batch {first[1]}: tokens/s (times {BASELINE})\n\n{_table(mine, rows, [])}")
+    if others:
+        parts.append(f"Others: tokens/s (times {BASELINE})\n\n{_table(others, rows, ['model', 'batch'])}")
     return "\n\n".join(parts)
+
+
+def _table(shown: list[dict[str, Any]], rows: list[dict[str, Any]], names: list[str]) -> str:
+    cells = {(row["model"], row["batch"], row["scheme"], row["way"]): row for row in rows}
+    ways = [way for way in WAYS if any(row["way"] == way for row in shown)]
+    weights = {(row["model"], row["batch"], row["scheme"]): row["weights_mib"] for row in shown}
+    lines = []
+    for (model, batch, scheme), mib in weights.items():
+        word, comma, head = scheme.partition(",")
+        about = [value for name, value in (("model", model), ("batch", str(batch))) if name in names]
+        speeds = _speeds(cells, model, batch, scheme, ways)
+        lines.append([*about, f"`{word}`{comma}{head}", f"{mib / 1024:.1f}", *speeds])
+    return table([*names, "scheme", "weights GiB", *(WAYS[way] for way in ways)], lines)
 
 
 def _speeds(cells: dict[Any, dict[str, Any]], model: str, batch: int, scheme: str, ways: list[str]) -> Iterator[str]:
