@@ -35,6 +35,7 @@ LOCAL = {
 }
 GEMMA3 = {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": HEAD, "num_hidden_layers": 7}
 LONG = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
+PHIMOE = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}
 PHIMOE_ROPE = {
     **{"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
     **{"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 64},
@@ -44,7 +45,7 @@ TRINITY = {
     **{"num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5, "mup_enabled": True, "sliding_window": 8}
 }
 K_EXAONE = {
-    **{"first_k_dense_replace": 1, "num_shared_experts": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    **{"first_k_dense_replace": 1, "num_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     **{"mlp_layer_types": ["dense"] + ["sparse"] * 3, "sliding_window": 8, "n_group": 1, "topk_group": 1},
 }
 MAMBA = {
@@ -183,14 +184,8 @@ MODELS |= {
         "bailingmoe2",
         {**DEEPSEEK, "use_qk_norm": True, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
     ),
-    "phimoe": (
-        "phimoe",
-        {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
-    ),
-    "phimoe longrope": (
-        "phimoe",
-        {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "attention_bias": True, "rope_scaling": PHIMOE_ROPE},
-    ),
+    "phimoe": ("phimoe", PHIMOE),
+    "phimoe longrope": ("phimoe", {**PHIMOE, "rope_scaling": PHIMOE_ROPE}),
     "apertus": ("apertus", {"rope_scaling": LLAMA3}),
     "afmoe": ("afmoe", {**MOE, **TRINITY, "layer_types": FOURTH}),
     "exaone_moe": ("exaone-moe", {**MOE, **K_EXAONE, "layer_types": FOURTH}),

@@ -92,7 +92,7 @@ def linear_keys(config: Any) -> dict[str, Any]:
     keys = {"ssm.conv_kernel": config.linear_conv_kernel_dim, "ssm.state_size": config.linear_key_head_dim}
     keys |= {"ssm.group_count": config.linear_num_key_heads, "ssm.time_step_rank": config.linear_num_value_heads}
     keys |= {"ssm.inner_size": values, "full_attention_interval": 3}
-    return keys if config.model_type == "qwen3_next" else keys | {"rope.dimension_sections": [4, 2, 2, 0]}
+    return keys if config.model_type == "qwen3_next" else keys | {"rope.dimension_sections": [3, 3, 2, 0]}
 
 
 def gemma4_keys(config: Any) -> dict[str, Any]:
@@ -179,7 +179,8 @@ def mamba_keys(config: Any) -> dict[str, Any]:
         attention = [one in ATTENDS for one in config.layer_types]
         keys |= {"attention.head_count_kv": [KV_HEADS if one else 0 for one in attention]}
         keys |= {"rope.scaling.finetuned": True, "attention.key_length": None, "attention.value_length": None}
-        keys |= {} if config.num_local_experts else {"expert_shared_feed_forward_length": None}
+        if not config.num_local_experts:
+            keys |= {"expert_shared_feed_forward_length": None, "expert_used_count": None}
     else:
         keys |= {"embedding_scale": None, "attention.scale": None}
     return keys
@@ -190,7 +191,9 @@ def nemotron_keys(config: Any) -> dict[str, Any]:
     size = config.moe_intermediate_size if moe else FFN
     inner = config.mamba_num_heads * config.mamba_head_dim
     keys = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 8}
-    keys |= {"ssm.inner_size": inner, "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon}
+    epsilon = config.layer_norm_epsilon
+    keys |= {"attention.layer_norm_rms_epsilon": epsilon, "attention.layer_norm_epsilon": epsilon}
+    keys["ssm.inner_size"] = inner
     keys |= {"feed_forward_length": [size if one in "E-" else 0 for one in kinds]}
     keys |= {"attention.head_count_kv": [KV_HEADS if one == "*" else 0 for one in kinds]}
     if not moe:
@@ -240,6 +243,7 @@ COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "nemotron_h": nemotron_keys,
     "nemotron_h_moe": nemotron_keys,
     "granitehybrid": mamba_keys,
+    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), lambda _: {"rope.dimension_sections": [3, 3, 2, 0]}),
     "gptneox": lambda config: {"use_parallel_residual": config.use_parallel_residual},
     "falcon": lambda config: {**gpt_keys(config), "attention.head_count_kv": config.num_kv_heads},
     "gpt2": lambda config: gpt_keys(config) | {"feed_forward_length": config.n_inner},
@@ -494,7 +498,7 @@ def plain_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
         stored = names.get_name(name if whole or "pre_ff_layernorm" in name else module)
         assert stored is not None, name
         if name.endswith(("A_log", "mamba.D", "mixer.D", "pre_ff_layernorm.weight")):
-            made[stored] = tensor
+            made[stored] = tensor if "linear_attn" in name or "norm" in name else tensor[:, None]
             continue
         kind = "weight" if whole else kind
         if architecture in PERMUTED and stored.endswith(("attn_q", "attn_k")):
@@ -564,6 +568,9 @@ def write(
         divisors = np.where(turns > high, 1.0, np.where(turns < low, factor, smooth))
         writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     if inner["rope_type"] == "longrope":
+        if architecture.startswith("minicpm"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+            writer.add_rope_scaling_orig_ctx_len(inner["original_max_position_embeddings"])
         for length in ("short", "long"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(inner[f"{length}_factor"], np.float32))
     for name, tensor in plain_tensors(model, architecture).items():

@@ -75,6 +75,7 @@ def test_rotary_embeddings_that_transformers_4_lacks(tmp_path: Path, monkeypatch
         qao.from_pretrained(path, dequantize=True)
 
 
+LONG = {"original_max_position_embeddings": 512, "max_position_embeddings": 512}
 # What llama.cpp lacks or does differently: changes of config.json, or a reason to skip.
 DIFFERENT: dict[str, dict[str, Any] | str] = {
     "olmoe": {"num_key_value_heads": HEADS},
@@ -83,7 +84,9 @@ DIFFERENT: dict[str, dict[str, Any] | str] = {
     "exaone4": {"rope_scaling": None},
     "gpt_oss": "it rounds the bounds between which YaRN blends frequencies",
     "olmo3 thetas": "it has one base of rotary embeddings",
-    "phi3 longrope": "it chooses the factors by the size of the context, not of the text",
+    # It chooses the factors by the size of the context, at least 256, not of the text.
+    **{name: LONG for name in ("phi3 longrope", "granite minicpm4", "minicpm3")},
+    **dict.fromkeys(("phimoe", "phimoe longrope"), "it weighs experts by softmax, not by sparsemixer"),
     "deepseek_v2 groups": "it scores groups by their two best experts, not by the best",
 }
 
@@ -97,6 +100,9 @@ def test_llama_cpp(name: str, tmp_path: Path) -> None:
     different = DIFFERENT.get(name, {})
     if isinstance(different, str):
         pytest.skip(different)
+    if "rope_scaling" in changes and "original_max_position_embeddings" in different:
+        original = {"original_max_position_embeddings": different["original_max_position_embeddings"]}
+        different = {**different, "rope_scaling": changes["rope_scaling"] | original}
     model: Any = float_model(name, changes | different)
     path = str(write(tmp_path / "model.gguf", model, architecture))
     rope = rope_parameters(model.config)
