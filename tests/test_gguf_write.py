@@ -91,6 +91,49 @@ def test_quantized_layers(scheme: Any, kind: str, tmp_path: Path, capsys: pytest
     assert (logits - expected).norm() <= (0.1 if scheme.activations == "int8" else 5e-3) * expected.norm()
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True, "head_dim": 32},
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "num_key_value_heads": 4},
+}
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 has a module for each expert")
+@pytest.mark.parametrize("architecture", EXPERTS)
+@pytest.mark.parametrize(
+    "scheme,kind",
+    [
+        (qao.Int4WeightOnly(32, symmetric=True, **Q4), "Q4_0"),
+        (qao.Int4WeightOnly(32, **Q4), "Q4_1"),
+        (qao.Int8WeightOnly(), "Q8_0"),
+    ],
+    ids=str,
+)
+def test_quantized_experts(architecture: str, scheme: Any, kind: str, tmp_path: Path) -> None:
+    """Gate and up are two tensors of the file and one of the model; llama.cpp gives the model's logits."""
+    model = saved(tmp_path / "model", scheme, architecture, **EXPERTS[architecture], num_experts_per_tok=2)
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "model.gguf"), "--quiet"]) == 0
+    tensors = {one.name: one for one in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    experts = [one.tensor_type.name for name, one in tensors.items() if "_exps" in name]
+    assert experts == [kind] * 6
+    ids = torch.arange(40)
+    with torch.inference_mode():
+        expected = model(ids[None]).logits[0]
+        logits = qao.from_pretrained(tmp_path / "model.gguf", dequantize=True)(ids[None]).logits[0]
+    assert (logits - expected).norm() <= 5e-3 * expected.norm()
+    assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "again.gguf"), "--quiet"]) == 0
+    again = {one.name: one for one in gguf.GGUFReader(tmp_path / "again.gguf").tensors}
+    assert tensors.keys() == again.keys()
+    if kind != "Q8_0":  # which is read with a scale per row
+        assert all(np.array_equal(one.data, again[name].data) for name, one in tensors.items())
+    llama_cpp: Any = pytest.importorskip("llama_cpp")
+    theirs = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, logits_all=True, verbose=False)
+    theirs.eval(ids.tolist())
+    logits = torch.from_numpy(np.array(theirs.scores[: len(ids)]))
+    # llama.cpp rounds activations to eight bits, and so chooses other experts for some tokens.
+    assert ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median() <= 0.05
+
+
 def test_tied_embeddings(tmp_path: Path) -> None:
     model = saved(tmp_path / "model", qao.Int8WeightOnly(), "qwen2", tie_word_embeddings=True)
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "model.gguf"), "--quiet"]) == 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..nn import marker
-from ..schemes import Int4Weight, Scheme
+from ..schemes import GgufWeightOnly, Int4Weight, Scheme
 from .base import Plain, QuantizedLayer, try_open
 
 if TYPE_CHECKING:
@@ -156,22 +156,21 @@ def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
             files.check(name, (wanted.dtype,), tuple(wanted.shape))
         keys = (key, *parts.values(), *(name for name in [prefix + marker.TRIPWIRE] if name in files))
         stored = partial(_stored, files, parts)
-        plain = partial(_plain, stored, scheme, n, k)
-        if found.experts is not None:
-            plain = partial(_refuse, files, key)
         experts = found.experts
+        plain = partial(_plain, stored, scheme, n, k, experts)
         name = prefix.removesuffix(".")
         yield NativeLayer(name, scheme, n, k, keys, plain, experts=experts, stored=stored, parts=tuple(parts))
-
-
-def _refuse(files: TensorFiles, key: str) -> Plain:
-    raise files.error(key, "is of fused experts, which other formats do not hold: load them with qao instead")
 
 
 def _stored(files: TensorFiles, parts: dict[str, str]) -> dict[str, Tensor]:
     return {part: files.read(name) if part == "qweight" else files.finite(name) for part, name in parts.items()}
 
 
-def _plain(stored: Callable[[], dict[str, Tensor]], scheme: Scheme, n: int, k: int) -> Plain:
+def _plain(stored: Callable[[], dict[str, Tensor]], scheme: Scheme, n: int, k: int, experts: int | None) -> Plain:
+    """All experts together, if the layer has them: q [E, N, K], and scales and zeros with the same dimension."""
     tensors = stored()
-    return Plain(*scheme.unpack(tensors["qweight"], tensors["scales"], n, k))
+    weight, scales = tensors["qweight"], tensors["scales"]
+    if experts is None or isinstance(scheme, GgufWeightOnly):
+        return Plain(*scheme.unpack(weight, scales, n, k))
+    each = (scheme.unpack(*one, n, k) for one in zip(weight, scales, strict=True))
+    return Plain(*(None if one[0] is None else torch.stack(one) for one in zip(*each, strict=True)))  # type: ignore[arg-type]

@@ -121,7 +121,9 @@ def _opened(path: Path, to: str | None) -> Checkpoint:
 
     if path.suffix != ".gguf":
         return open_checkpoint(path)
-    return GgufCheckpoint(path) if to == "gguf" else GgufCheckpoint(path, native=(), stacked=stacks_experts())
+    if to == "gguf":
+        return GgufCheckpoint(path, stacked=True)
+    return GgufCheckpoint(path, native=(), stacked=stacks_experts())
 
 
 def _to_gguf(args: argparse.Namespace, source: Checkpoint, reopen: Callable[[], Checkpoint], output: Output) -> int:

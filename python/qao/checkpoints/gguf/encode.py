@@ -25,9 +25,7 @@ def type_of(layer: QuantizedLayer) -> str:
     scheme, k = layer.scheme, layer.in_features
     remedy = "quantize the float model with int4 (any group size) or int8 instead, or write it in float"
     reason = (
-        "experts are held one by one only in float"
-        if layer.experts is not None
-        else f"blocks have {_BLOCK} columns, and in_features {k} is not a multiple"
+        f"blocks have {_BLOCK} columns, and in_features {k} is not a multiple"
         if k % _BLOCK
         else "the weight is rotated"
         if scheme.rotation_of(k)
@@ -43,16 +41,22 @@ def type_of(layer: QuantizedLayer) -> str:
     raise CheckpointError(f"GGUF cannot hold {layer.name} ({scheme}): {reason}; {remedy}")
 
 
-def encoded(layer: QuantizedLayer) -> tuple[Tensor, float]:
+def encoded(layer: QuantizedLayer, part: int = 0, parts: int = 1) -> tuple[Tensor, float]:
     """uint8 [N, bytes per row], and the largest change of a value in steps of its block.
+
+    Experts: [E, N / parts, bytes per row], of rows ``part`` N / parts and following of every expert.
 
     Raises:
         CheckpointError: scales are outside the range of float16.
     """
     plain, kind = layer.read(), type_of(layer)
+    stacked = layer.experts is not None
     if isinstance(layer.scheme, GgufWeightOnly):
-        return plain.q, 0.0
-    n, k = plain.q.shape
+        return (plain.q.chunk(parts, 1)[part] if stacked else plain.q), 0.0
+    *experts, n, k = plain.q.shape
+    if stacked:
+        plain = Plain(*(None if one is None else one.chunk(parts, 1)[part].flatten(0, 1) for one in plain))  # type: ignore[arg-type]
+        n = plain.q.shape[0]
     scales = _by_block(plain.scales, n, k)
     d = scales.half()
     largest = {"Q4_0": 8, "Q4_1": 15, "Q8_0": 127}[kind]
@@ -70,7 +74,8 @@ def encoded(layer: QuantizedLayer) -> tuple[Tensor, float]:
             f"GGUF cannot hold {layer.name} ({layer.scheme}): its scales or minima are outside the range of float16: a "
             f"value would move by {worst:.3g} steps. Quantize the float model with int8, or write it in float"
         )
-    return torch.cat([*fields, _codes(plain, kind)], -1).flatten(1), worst
+    blocks = torch.cat([*fields, _codes(plain, kind)], -1).flatten(1)
+    return blocks.unflatten(0, (*experts, -1)), worst
 
 
 def _by_block(values: Tensor, n: int, k: int) -> Tensor:

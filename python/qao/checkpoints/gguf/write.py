@@ -38,6 +38,7 @@ class Planned:
 
     Attributes:
         sources: names in the checkpoint of a tensor of the file: one, or one per expert.
+        parts: of tensors that are rows of a layer of all experts: which part of how many.
         floats: tensors that the file has and transformers computes.
     """
 
@@ -46,6 +47,7 @@ class Planned:
     tensors: dict[str, TensorInfo]
     sources: dict[str, list[str]]
     floats: dict[str, Tensor]
+    parts: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def bytes_of(self, tensor: TensorInfo) -> Tensor:
         return self.floats[tensor.name].view(torch.uint8)
@@ -219,11 +221,17 @@ def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Archite
                 module = f"{about.layers}.{block}.{stem.module.format(expert)}"
                 for kind, own in zip(("weight", "bias"), stem.names, strict=False):
                     stored[f"{module}.{own}"] = f"blk.{block}.{name}.{kind}", expert
+    stacks = _stacks(config, about)
     for name, tensor in made.floats.items():
         made.tensors[name] = TensorInfo(name, "F32", tuple(tensor.shape), 0, tensor.nbytes)
     layers = [f"{name}.weight" for name, layer in source.layers.items() if layer.shares is None]
     for name in (*layers, *source.others):
         if tied and name == "lm_head.weight":
+            continue
+        if name in stacks:
+            for part, own in enumerate(stacks[name]):
+                made.sources[own], made.parts[own] = [name], (part, len(stacks[name]))
+                made.tensors[own] = _stack_info(source, name, own, len(stacks[name]))
             continue
         if name not in stored:
             raise CheckpointError(f"GGUF: {name} has no name in llama.cpp's architecture for {config.model_type}")
@@ -243,6 +251,29 @@ def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Archite
             )
 
 
+def _stacks(config: Any, about: Architecture) -> dict[str, list[str]]:
+    """By the name of a layer of all experts, which transformers 5 has, the tensors of the file that have its rows."""
+    made = {}
+    for block in range(config.num_hidden_layers):
+        for layer, names in (("up", ("ffn_gate_exps", "ffn_up_exps")), ("down", ("ffn_down_exps",))):
+            stems = [about.stems.get(name) for name in names]
+            if all(stem is not None and ".experts.{}" in stem.module for stem in stems):
+                path = f"{about.layers}.{block}.{stems[0].module}".partition(".experts.")[0]  # type: ignore[union-attr]
+                made[f"{path}.experts.{layer}.weight"] = [f"blk.{block}.{name}.weight" for name in names]
+    return made
+
+
+def _stack_info(source: Checkpoint, name: str, own: str, parts: int) -> TensorInfo:
+    layer = source.layers[name.removesuffix(".weight")]
+    kind, shape = type_of(layer), (layer.experts or 1, layer.out_features // parts, layer.in_features)
+    return TensorInfo(own, kind, shape, 0, _bytes(kind, shape))
+
+
+def _bytes(kind: str, shape: tuple[int, ...]) -> int:
+    _, block, size = next(row for row in TYPES.values() if row[0] == kind)
+    return math.prod(shape) // block * size
+
+
 def _info(source: Checkpoint, name: str, own: str) -> TensorInfo:
     layer = source.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
     if layer is not None:
@@ -252,8 +283,7 @@ def _info(source: Checkpoint, name: str, own: str) -> TensorInfo:
         shape = tuple(one for one in whole if one != 1) or (1,)  # type: ignore[assignment]
         single = len(shape) == 1 or "_inp" in own or own.endswith("_norm.weight")  # llama.cpp has these in float32
         kind = "F32" if single else _FLOATS.get(dtype, "F32")
-    _, block, size = next(row for row in TYPES.values() if row[0] == kind)
-    return TensorInfo(own, kind, shape, 0, math.prod(shape) // block * size)
+    return TensorInfo(own, kind, shape, 0, _bytes(kind, shape))
 
 
 def _values(made: Planned, model: Model, source: Checkpoint, name: str) -> tuple[Tensor, float]:
@@ -264,7 +294,7 @@ def _values(made: Planned, model: Model, source: Checkpoint, name: str) -> tuple
     for own in made.sources[name]:
         layer = source.layers.get(own.removesuffix(".weight")) if own.endswith(".weight") else None
         if layer is not None:
-            values, error = encoded(layer)
+            values, error = encoded(layer, *made.parts.get(name, ()))
             worst = max(worst, error)
         else:
             dtype = next((dtype for dtype, kind in _FLOATS.items() if kind == info.type), torch.float32)
