@@ -143,6 +143,14 @@ def test_two_builders_make_the_same_wheel_and_sdist(tmp_path: Path) -> None:
     assert [name for name, content in first.items() if content != second[name]] == []
 
 
+def test_no_device_code_is_named_by_a_path() -> None:
+    """nvcc puts a hash of the file's absolute path into names with internal linkage. Launch functions are host code."""
+    for path in [*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda").rglob("*.cuh")]:
+        text = path.read_text()
+        assert not ("__global__" in text and re.search(r"^namespace {", text, re.M)), path
+        assert not re.search(r"^static __device__", text, re.M), path
+
+
 def test_the_bill_lists_what_cmake_put_into_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cyclonedx")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")

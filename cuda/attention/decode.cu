@@ -11,7 +11,7 @@
 #include "common/shared_memory.h"
 
 namespace qao::attention {
-namespace {
+inline namespace decode_kernels {
 
 template <int kSize>
 struct Shared {
@@ -165,7 +165,7 @@ Status check(const Problem& p) {
   return {};
 }
 
-}  // namespace
+}  // namespace decode_kernels
 
 Status launch(const Problem& p, const Arguments& a, void* stream) {
   if (Status status = check(p); !status.ok()) return status;

@@ -5,7 +5,7 @@
 #include "qao/token_attention.h"
 
 namespace qao::attention {
-namespace {
+inline namespace key_range_kernels {
 
 constexpr int kScanWarps = 8, kScanThreads = kScanWarps * 32;
 
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kScanThreads)
   if (threadIdx.x == 0) ranges[blockIdx.x] = {found.begin, found.end, plain, finite};
 }
 
-}  // namespace
+}  // namespace key_range_kernels
 
 Status launch_key_range(const KeyMask& mask, int64_t batch, int64_t keys, KeyRange* ranges, void* stream) {
   Launch launch{dim3(static_cast<unsigned>(batch)), dim3(kScanThreads), static_cast<cudaStream_t>(stream)};

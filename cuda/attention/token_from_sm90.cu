@@ -17,7 +17,7 @@
 #include "qao/token_attention.h"
 
 namespace qao::attention {
-namespace {
+inline namespace token_kernels {
 
 constexpr int kTokenWarps = 8, kThreads = kTokenWarps * 32, kTileKeys = 16;
 constexpr int kHeads = static_cast<int>(kMostGroup);     // most query heads of a CTA
@@ -411,7 +411,7 @@ Status launch_of_type(const TokenParams& s, const TokenProblem& p, cudaStream_t 
   return p.size == 64 ? launch_of<T, 64>(s, p, stream) : launch_of<T, 128>(s, p, stream);
 }
 
-}  // namespace
+}  // namespace token_kernels
 
 Status launch_token(const TokenProblem& p, const TokenArguments& a, void* stream) {
   constexpr int64_t kMostBlocks = 65535;  // along y and z of a grid

@@ -10,7 +10,7 @@
 #include "qao/embedding.h"
 
 namespace qao::embedding {
-namespace {
+inline namespace embedding_kernels {
 
 constexpr int kThreads = 256;
 constexpr int kWordsPerTile = int4::kTileK / 4;  // per row pair
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
+}  // namespace embedding_kernels
 
 Status launch(const Problem& p, const Arguments& a, void* stream_handle) {
   if (p.m == 0) return {};

@@ -6,7 +6,7 @@
 #include "qao/gptq.h"
 
 namespace qao::gptq {
-namespace {
+inline namespace columns_kernels {
 
 constexpr int kRows = 32;               // rows per CTA, one warp each
 constexpr int kOwn = kMaxColumns / 32;  // columns per lane
@@ -106,7 +106,7 @@ Status launch(const Problem& p, const Arguments& a, cudaStream_t stream) {
   return launch_status("launching columns_kernel");
 }
 
-}  // namespace
+}  // namespace columns_kernels
 
 Status round_columns(const Problem& p, const Arguments& a, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);

@@ -13,7 +13,7 @@
 #include "qao/moe.h"
 
 namespace qao::experts {
-namespace {
+inline namespace sort_kernels {
 
 constexpr int kMostWarps = 32, kSlotsPerWarp = 64, kMostCtas = 64;
 constexpr int kSharedBytes = 48 << 10;  // available on every GPU without opt-in
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_cons
   }
 }
 
-}  // namespace
+}  // namespace sort_kernels
 
 int64_t workspace_bytes(const Sort& sort) {
   const int64_t ctas = grid_of(sort).ctas;

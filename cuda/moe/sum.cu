@@ -9,7 +9,7 @@
 #include "qao/moe.h"
 
 namespace qao::experts {
-namespace {
+inline namespace sum_kernels {
 
 using quantize::kVector;
 using quantize::Packed;
@@ -65,7 +65,7 @@ Status launch_dtype(const Sum& sum, cudaStream_t stream) {
   return launch_kernel(launch, "launching the sum of experts", kernel, sum);
 }
 
-}  // namespace
+}  // namespace sum_kernels
 
 Status launch(const Sum& sum, void* stream) {
   const cudaStream_t on = static_cast<cudaStream_t>(stream);

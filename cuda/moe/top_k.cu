@@ -12,7 +12,7 @@
 #include "qao/moe.h"
 
 namespace qao::experts {
-namespace {
+inline namespace top_k_kernels {
 
 constexpr int kMostWarps = 8, kMostExperts = 2048;
 
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kMostWarps * 32) top_k_kernel(const __grid_con
   for (int choice = lane; choice < t.top_k; choice += 32) weights[choice] *= scale;
 }
 
-}  // namespace
+}  // namespace top_k_kernels
 
 Status launch(const TopK& top_k, void* stream) {
   if (top_k.experts > kMostExperts) {

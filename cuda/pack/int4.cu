@@ -6,7 +6,7 @@
 #include "qao/int4.h"
 
 namespace qao::int4 {
-namespace {
+inline namespace int4_kernels {
 
 struct Sizes {
   int64_t n, k, k_tiles, groups, group_size;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
+}  // namespace int4_kernels
 
 Status pack(const Weight& shape, const Unpacked& from, uint8_t* weight, void* scales, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);

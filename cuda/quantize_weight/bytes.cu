@@ -8,7 +8,7 @@
 #include "quantize_weight/quotient.cuh"
 
 namespace qao::weight {
-namespace {
+inline namespace bytes_kernels {
 
 using quantize::kVector;
 using quantize::Packed;
@@ -208,7 +208,7 @@ Status launch_largest(const Params& p, cudaStream_t stream) {
   return launch_status("launching largest_kernel");
 }
 
-}  // namespace
+}  // namespace bytes_kernels
 
 Status quantize_rows(const Params& p, DType dtype, Format format, cudaStream_t stream) {
   if (dtype == DType::kFloat32) return launch<DType::kFloat32>(p, format, stream);

@@ -8,7 +8,7 @@
 #include "quantize_weight/unit.cuh"
 
 namespace qao::weight {
-namespace {
+inline namespace fp4_kernels {
 
 constexpr float kLargestFp4 = 6, kLargestFp8 = 448;
 
@@ -229,7 +229,7 @@ Status launch(const Params& p, cudaStream_t stream) {
   return launch_status("launching fp4_kernel");
 }
 
-}  // namespace
+}  // namespace fp4_kernels
 
 Status quantize_fp4(const Params& p, DType dtype, cudaStream_t stream) {
   if (dtype == DType::kFloat32) return launch<DType::kFloat32>(p, stream);

@@ -11,7 +11,7 @@
 #include "qao/quantize_group.h"
 
 namespace qao::groups {
-namespace {
+inline namespace groups_kernels {
 
 constexpr int kThreads = 256, kGroupsOfCta = kThreads / kLanes;
 constexpr int kAdders = 1024;
@@ -139,7 +139,7 @@ Status launch_dtype(const Params& params, int64_t ctas, cudaStream_t stream) {
   return launch_status("launching add_up_kernel");
 }
 
-}  // namespace
+}  // namespace groups_kernels
 
 int64_t workspace_doubles(const Problem& problem) { return 2 * ctas_of(problem); }
 

@@ -8,7 +8,7 @@
 #include "quantize_weight/int4.cuh"
 
 namespace qao::weight {
-namespace {
+inline namespace int4_kernels {
 
 constexpr int kWideWarps = 16;
 
@@ -287,7 +287,7 @@ Status launch(const Params& p, cudaStream_t stream) {
   return launch_status("launching groups_kernel");
 }
 
-}  // namespace
+}  // namespace int4_kernels
 
 Status quantize_int4(const Params& p, DType dtype, cudaStream_t stream) {
   if (dtype == DType::kFloat32) return launch<DType::kFloat32, true>(p, stream);

@@ -162,7 +162,7 @@ __device__ __forceinline__ void repair(const Params& p, const Partition& d, int 
   repair<X>(p, d, p.weight, p.scales, n, token, value);
 }
 
-static __device__ __noinline__ float4 biased(const void* bias, DType dtype, int n, int rows, float4 value) {
+inline __device__ __noinline__ float4 biased(const void* bias, DType dtype, int n, int rows, float4 value) {
   float by[4] = {};
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
