@@ -4,7 +4,8 @@
 ``generate()`` as it is, ``generate(cache_implementation="static")``, which transformers compiles on a GPU, a decoding
 step that the user compiles by hand, with a static cache and CUDA graphs (a quantized model with the backend "qao", the
 model in bfloat16 with Inductor), and transformers' continuous batching, ``generate_batch()``, on a GPU. "prompt" is the
-prompt alone, in a call that the user compiles. The tokens of each way are compared with the logits of an eager call.
+prompt alone, in a call that the user compiles. Their tokens, but for those of ``generate_batch()``, are compared with
+the logits of an eager call.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = PRESETS | {
     },
 }
 CONTENDERS = (BASELINE, *sorted(LAYER_SCHEMES), *(f"{word}, bf16 head" for word in sorted(LAYER_SCHEMES)))
+_UNIT = f"tokens/s (times {BASELINE})"
 CONTEXT = 512  # tokens of the prompt
 PROMPT = 2048  # tokens of the way "prompt"
 STEPS = 64  # timed tokens
@@ -310,19 +312,33 @@ _WAYS: dict[str, Callable[[Case], dict[str, Any]]] = {
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: tokens per second by scheme and way, in relation to bfloat16.
+    """The Markdown of one results file: tokens per second by scheme and way, in relation to bfloat16."""
+    return f"{render_first(results)}\n\n{render_others(results)}".strip()
 
-    A table of the first model and batch, and one of all others.
-    """
-    meta, rows = results["meta"], results["rows"]
-    first = rows[0]["model"], rows[0]["batch"]
-    mine = [row for row in rows if (row["model"], row["batch"]) == first]
-    others = [row for row in rows if (row["model"], row["batch"]) != first]
-    parts = [f"{caption(meta, rows)}; transformers {meta['transformers']}, a prompt of {meta['context']} tokens."]
-    parts.append(f"**{first[0]}**, batch {first[1]}: tokens/s (times {BASELINE})\n\n{_table(mine, rows, [])}")
-    if others:
-        parts.append(f"Others: tokens/s (times {BASELINE})\n\n{_table(others, rows, ['model', 'batch'])}")
-    return "\n\n".join(parts)
+
+def render_first(results: dict[str, Any]) -> str:
+    """A table of the first model and batch."""
+    rows, of = results["rows"], _model_and_batch(results["rows"][0])
+    mine = [row for row in rows if _model_and_batch(row) == of]
+    return f"{_caption(results, mine)}\n\n**{of[0]}**, batch {of[1]}: {_UNIT}\n\n{_table(mine, rows, [])}"
+
+
+def render_others(results: dict[str, Any]) -> str:
+    """A table of all other models and batches; nothing without them."""
+    rows, of = results["rows"], _model_and_batch(results["rows"][0])
+    others = [row for row in rows if _model_and_batch(row) != of]
+    if not others:
+        return ""
+    return f"{_caption(results, others)} {_UNIT}:\n\n{_table(others, rows, ['model', 'batch'])}"
+
+
+def _model_and_batch(row: dict[str, Any]) -> tuple[str, int]:
+    return row["model"], row["batch"]
+
+
+def _caption(results: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    meta = results["meta"]
+    return f"{caption(meta, rows)}; transformers {meta['transformers']}, a prompt of {meta['context']} tokens."
 
 
 def _table(shown: list[dict[str, Any]], rows: list[dict[str, Any]], names: list[str]) -> str:

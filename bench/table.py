@@ -6,6 +6,7 @@
 <!-- bench:means:h200 --> … <!-- /bench -->      the same with the share of the roofline, schemes by tokens
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->, <!-- bench:others:h100-80gb-hbm3 -->,
 <!-- bench:experts_means:h200 -->               of numerics.csv, llama.csv, prefill.csv and experts.csv, in short
+<!-- bench:generate_first:h200 -->, <!-- bench:generate_others:h200 -->    of generate.csv, one model and the others
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
 <!-- bench:outliers:h100-80gb-hbm3 -->,
 <!-- bench:accuracy:cpu -->, <!-- bench:language:cpu -->,
@@ -108,13 +109,15 @@ _IN_SHORT: dict[str, tuple[str, Callable[[Results], str]]] = {
     "formats": ("numerics", choosing.render_formats),
     "decoders": ("llama", choosing.render_decoders),
     "others": ("prefill", prefill.render_others),
+    "generate_first": ("generate", generate.render_first),
+    "generate_others": ("generate", generate.render_others),
     "experts_means": ("experts", experts.render_means),
     "vllm_layouts": ("vllm", serving.render_layouts),
     "sglang_layouts": ("sglang", serving.render_layouts),
 }
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
-    *("docs/distributed.md", "docs/serving.md", "docs/kernels/quantize_weight.md"),
+    *("docs/distributed.md", "docs/serving.md", "docs/transformers.md", "docs/kernels/quantize_weight.md"),
     *(f"docs/kernels/{page}.md" for page in kernel_pages.PAGES),
     "docs/kernels/grouped.md",
 )
