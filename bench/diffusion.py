@@ -16,9 +16,8 @@ from typing import Any
 
 import qao
 import torch
-from torch import Tensor
 
-from .llama import BASELINE
+from .llama import BASELINE, relative_difference
 from .llama_model import weights_mib
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
@@ -76,7 +75,7 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
         backend = "inductor" if word == BASELINE else arguments.backend
         step = partial(torch.compile(model, fullgraph=True, backend=backend), **inputs)
         first_s = seconds_of(step, 1, arguments.device)
-        difference = _difference(step()[0], expected)
+        difference = relative_difference(step()[0], expected)
         if not difference < _MOST_DIFFERENCE:
             raise RuntimeError(f"{word}: a compiled step differs by {difference:.3g} from an eager one")
         step_s = median(seconds_of(step, 1, arguments.device) for _ in range(_ROUNDS))
@@ -102,10 +101,6 @@ def _inputs(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
         "txt_ids": torch.zeros(_TEXT, 3, **like),
         "return_dict": False,
     }
-
-
-def _difference(result: Tensor, expected: Tensor) -> float:
-    return ((result.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def render(results: dict[str, Any]) -> str:

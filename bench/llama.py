@@ -201,8 +201,12 @@ def _host_s(call: Callable[[], object], synchronize: Callable[[], None]) -> floa
     return median(samples)
 
 
+def relative_difference(result: Tensor, expected: Tensor) -> float:
+    return ((result.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
 def check_logits(result: Tensor, expected: Tensor, what: str) -> None:
-    difference = ((result.float() - expected.float()).norm() / expected.float().norm()).item()
+    difference = relative_difference(result, expected)
     if not difference < _MAX_DIFFERENCE:
         raise RuntimeError(f"{what}: logits differ by {difference:.3g}")
 

@@ -87,12 +87,16 @@ def mla_keys(config: Any) -> dict[str, Any]:
     return keys
 
 
+# llama.cpp leaves frequencies unrotated that no section holds.
+SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
+
+
 def linear_keys(config: Any) -> dict[str, Any]:
     values = config.linear_num_value_heads * config.linear_value_head_dim
     keys = {"ssm.conv_kernel": config.linear_conv_kernel_dim, "ssm.state_size": config.linear_key_head_dim}
     keys |= {"ssm.group_count": config.linear_num_key_heads, "ssm.time_step_rank": config.linear_num_value_heads}
     keys |= {"ssm.inner_size": values, "full_attention_interval": 3}
-    return keys if config.model_type == "qwen3_next" else keys | {"rope.dimension_sections": [3, 3, 2, 0]}
+    return keys if config.model_type == "qwen3_next" else keys | SECTIONS
 
 
 def gemma4_keys(config: Any) -> dict[str, Any]:
@@ -243,7 +247,7 @@ COMPUTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "nemotron_h": nemotron_keys,
     "nemotron_h_moe": nemotron_keys,
     "granitehybrid": mamba_keys,
-    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), lambda _: {"rope.dimension_sections": [3, 3, 2, 0]}),
+    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), lambda _: SECTIONS),
     "gptneox": lambda config: {"use_parallel_residual": config.use_parallel_residual},
     "falcon": lambda config: {**gpt_keys(config), "attention.head_count_kv": config.num_kv_heads},
     "gpt2": lambda config: gpt_keys(config) | {"feed_forward_length": config.n_inner},

@@ -50,8 +50,8 @@ def model_of(name: str, device: str, **sizes: Any) -> Any:
     return model.to(device)
 
 
-def quantized(name: str, device: str) -> Any:
-    model = model_of(name, device)
+def quantized(name: str, device: str, **sizes: Any) -> Any:
+    model = model_of(name, device, **sizes)
     qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
     return model
 

@@ -6,6 +6,8 @@ As in test_compiled_generate.py, steps are not compiled on a CPU, unless the tes
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -56,10 +58,16 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return runs
 
 
-def of_transformers(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Any:
-    """The result of transformers' own loop with a static cache, and what a streamer got."""
+@contextmanager
+def loop_of_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(utils.GenerationMixin, "_sample", inspect.unwrap(utils.GenerationMixin._sample))
+        yield
+
+
+def of_transformers(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Any:
+    """The result of transformers' own loop with a static cache, and what a streamer got."""
+    with loop_of_transformers(monkeypatch):
         return generate(model, **{**STATIC, **options})
 
 
@@ -222,17 +230,11 @@ def test_other_options_keep_the_loop_of_transformers(
 WINDOWED = ["gpt_oss", "mistral", "gemma3_text"]
 
 
-def windowed(name: str, device: str, window: int) -> Any:
-    model = model_of(name, device, sliding_window=window)
-    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
-    return model
-
-
 @pytest.mark.parametrize("window", [4, PROMPT - 1, PROMPT, PROMPT + 1, PROMPT + 3, 64])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_windows(name: str, window: int, taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Shorter than the prompt, filled by the answer, and never filled; the second answer begins with a used cache."""
-    model = windowed(name, device, window)
+    model = quantized(name, device, sliding_window=window)
     for options in ({"max_new_tokens": 14}, {"batch": 4, "max_new_tokens": 14}, {"max_new_tokens": 7}):
         assert torch.equal(generate(model, **STATIC, **options), of_transformers(monkeypatch, model, **options))
     assert taken == [13, 13, 6]
@@ -251,8 +253,7 @@ def test_layers_with_a_state(name: str, taken: list[int], monkeypatch: pytest.Mo
     if not hasattr(transformers.cache_utils, "LinearAttentionLayer"):
         pytest.skip("this version of transformers has no static cache for linear attention")
     sizes = {**STATE, **STATES[name], "layer_types": ["linear_attention", "full_attention"]}
-    model = model_of(name, device, **sizes)
-    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    model = quantized(name, device, **sizes)
     ends = ends_of(model, 3, (2, 3, 1))
     for options in ({"batch": 3, "eos_token_id": ends}, {"max_new_tokens": 9}, {"batch": 3}):
         assert torch.equal(generate(model, **STATIC, **options), of_transformers(monkeypatch, model, **options))
@@ -262,8 +263,7 @@ def test_layers_with_a_state(name: str, taken: list[int], monkeypatch: pytest.Mo
 def test_a_method_that_changes_later_steps(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Phi-3 computes its cache again behind as many tokens as the configuration names."""
     for longest in (PROMPT + 6, PROMPT + 5):
-        model = model_of("phi3", "cpu", original_max_position_embeddings=longest)
-        qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+        model = quantized("phi3", "cpu", original_max_position_embeddings=longest)
         assert torch.equal(generate(model, **STATIC), of_transformers(monkeypatch, model))
     assert taken == [5]
 
@@ -303,26 +303,25 @@ def test_models_of_images(name: str, taken: list[int], monkeypatch: pytest.Monke
     if name == "gemma3":
         given |= {"token_type_ids": (ids == 95).long(), "pixel_values": torch.randn(1, 3, 28, 28, device=device)}
     found = model.generate(do_sample=False, **STATIC, **given)
-    with monkeypatch.context() as patch:
-        patch.setattr(utils.GenerationMixin, "_sample", inspect.unwrap(utils.GenerationMixin._sample))
+    with loop_of_transformers(monkeypatch):
         assert torch.equal(model.generate(do_sample=False, **STATIC, **given), found)
     assert taken == [9]
 
 
 def test_windows_without_a_mask(taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    model, options = windowed("mistral", device, 6), {"attention_mask": None, "max_new_tokens": 9}
+    model, options = quantized("mistral", device), {"attention_mask": None, "max_new_tokens": 9}
     assert torch.equal(generate(model, **STATIC, **options), of_transformers(monkeypatch, model, **options))
     assert taken == [8]
 
 
 def test_a_window_in_a_cache_of_the_caller_keeps_its_order(taken: list[int]) -> None:
-    model = windowed("gemma3_text", "cpu", 6)
+    model = quantized("gemma3_text", "cpu")
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     assert torch.equal(generate(model, past_key_values=cache), generate(model)) and not taken
 
 
 def test_unknown_layers_keep_the_loop_of_transformers(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = windowed("gemma3_text", "cpu", 6)
+    model = quantized("gemma3_text", "cpu")
     expected = generate(model)
     for module, name, found in ((decoding_loop, "types_of", {"other"}), (loop_masks, "sliding_layers", [])):
         with monkeypatch.context() as patch:

@@ -231,7 +231,7 @@ def _plan_tensors(made: Planned, source: Checkpoint, config: Any, about: Archite
         if name in stacks:
             for part, own in enumerate(stacks[name]):
                 made.sources[own], made.parts[own] = [name], (part, len(stacks[name]))
-                made.tensors[own] = _stack_info(source, name, own, len(stacks[name]))
+                made.tensors[own] = _info(source, name, own, len(stacks[name]))
             continue
         if name not in stored:
             raise CheckpointError(f"GGUF: {name} has no name in llama.cpp's architecture for {config.model_type}")
@@ -263,27 +263,20 @@ def _stacks(config: Any, about: Architecture) -> dict[str, list[str]]:
     return made
 
 
-def _stack_info(source: Checkpoint, name: str, own: str, parts: int) -> TensorInfo:
-    layer = source.layers[name.removesuffix(".weight")]
-    kind, shape = type_of(layer), (layer.experts or 1, layer.out_features // parts, layer.in_features)
-    return TensorInfo(own, kind, shape, 0, _bytes(kind, shape))
-
-
-def _bytes(kind: str, shape: tuple[int, ...]) -> int:
-    _, block, size = next(row for row in TYPES.values() if row[0] == kind)
-    return math.prod(shape) // block * size
-
-
-def _info(source: Checkpoint, name: str, own: str) -> TensorInfo:
+def _info(source: Checkpoint, name: str, own: str, parts: int = 1) -> TensorInfo:
+    """``parts``: of a layer of all experts, how many tensors share its rows."""
+    shape: tuple[int, ...]
     layer = source.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
     if layer is not None:
-        kind, shape = type_of(layer), (layer.out_features, layer.in_features)
+        kind, shape = type_of(layer), (layer.out_features // parts, layer.in_features)
+        shape = shape if layer.experts is None else (layer.experts, *shape)
     else:
         whole, dtype = source.shape_dtype(name)
-        shape = tuple(one for one in whole if one != 1) or (1,)  # type: ignore[assignment]
+        shape = tuple(one for one in whole if one != 1) or (1,)
         single = len(shape) == 1 or "_inp" in own or own.endswith("_norm.weight")  # llama.cpp has these in float32
         kind = "F32" if single else _FLOATS.get(dtype, "F32")
-    return TensorInfo(own, kind, shape, 0, _bytes(kind, shape))
+    _, block, size = next(row for row in TYPES.values() if row[0] == kind)
+    return TensorInfo(own, kind, shape, 0, math.prod(shape) // block * size)
 
 
 def _values(made: Planned, model: Model, source: Checkpoint, name: str) -> tuple[Tensor, float]:

@@ -158,7 +158,7 @@ class Loop:
         try:
             buffers.start(self._prompt, token[:, 0], whole, positions)
             buffers.end_with(self._ends, self._pad)
-            if not masks.agree(masks.make(buffers.mask, buffers.column), given):
+            if not masks.agree(buffers.mask, buffers.column, given):
                 return
             with ring_order(sliding_layers(cache), buffers.column):
                 sequences = self._run(buffers, lambda: compiled.decode(buffers, masks, others))

@@ -80,11 +80,12 @@ class Masks(NamedTuple):
         whole[:, 0, 0, : tokens + 1] = torch.nn.functional.pad(prompt.bool(), (0, 1), value=True)
         return whole
 
-    def agree(self, made: Any, given: Any) -> bool:
-        """Whether two arguments of this form attend to as many tokens. Those of a window may be in another order."""
-        ours, theirs = (self._by_type(masks, sliding=self.window is not None) for masks in (made, given))
-        masked = [name for name, dtype in self.dtypes.items() if dtype is not None]
-        return all(torch.equal(_attended(ours[name]).sum(-1), _attended(theirs[name]).sum(-1)) for name in masked)
+    def agree(self, whole: Tensor, column: Tensor, given: Any) -> bool:
+        """Whether the mask of a window counts as many tokens as the one in ``given``, maybe in another order."""
+        if self.window is None:  # then ``whole`` is what was given, or there are no masks
+            return True
+        theirs = self._by_type(given, sliding=True)[SLIDING]
+        return torch.equal(_in_window(whole, column, self.window).sum(-1), _attended(theirs).sum(-1))
 
     @staticmethod
     def _by_type(given: Any, *, sliding: bool) -> dict[str, Any]:
