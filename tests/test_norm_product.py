@@ -96,7 +96,8 @@ def test_values(shape: tuple[int, int, int, int], x_dtype: torch.dtype, option: 
     check(y, h, norm, weight, bias, gated)
 
 
-# M, rows of the weights, K, group size; the first three are one kernel on Hopper, the third with several passes per CTA
+# M, rows of the weights, K, group size; the first three are one kernel on Hopper, the third with several passes per
+# CTA, and from 17 tokens on one kernel with wgmma: weights that end inside tiles, split K, several tiles per CTA
 SEVERAL = (
     (1, (128, 32, 37), 256, 128),
     (3, (48, 48), 384, 32),
@@ -107,6 +108,12 @@ SEVERAL = (
     (2, (50,), 256, 128),
     (2, (32, 50), 100, 32),
     (9, (80, 80), 256, 128),
+    (17, (128, 32, 37), 256, 128),
+    (32, (16896, 4224, 33), 384, 32),
+    (40, (80, 80), 512, 512),
+    (64, (1040, 16, 48, 130), 1024, 64),
+    (100, (2112, 2112), 1024, 128),
+    (128, (8448, 272), 320, 256),
 )
 
 

@@ -22,6 +22,8 @@ SHAPES = [
     (1, 9, 3, 256, 64),
     (2, 5, 1, 16, 128),
     (20, 32, 8, 600, 128),  # more heads than a GPU has SMs
+    (140, 8, 1, 100, 128),
+    (40, 24, 4, 300, 64),
 ]
 DTYPES = torch.bfloat16, torch.float16
 MASKS = "none", "causal", "padded", "holes", "minus infinity", "all least", "bias", "no key"

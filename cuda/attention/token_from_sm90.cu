@@ -19,9 +19,10 @@
 namespace qao::attention {
 inline namespace token_kernels {
 
-constexpr int kTokenWarps = 8, kThreads = kTokenWarps * 32, kTileKeys = 16;
-constexpr int kHeads = static_cast<int>(kMostGroup);     // most query heads of a CTA
-constexpr int kNewKey = kHeads, kNewValue = kHeads + 1;  // rows of Shared::rows behind those of q
+constexpr int kTileKeys = 16;
+constexpr int kMostWarps = 8;  // one such CTA fills the registers of an SM, or two of half as many warps
+constexpr int kHeads = static_cast<int>(kMostGroup);                            // most query heads of a CTA
+constexpr int kNewKey = kHeads, kNewValue = kHeads + 1, kNewRows = kHeads + 2;  // rows of Shared::rows behind q
 
 struct TokenParams {
   TokenArguments a;
@@ -34,9 +35,9 @@ struct TokenParams {
 template <int kSize>
 struct Shared {
   static constexpr int kRow = kSize + 8;  // elements: without bank conflicts
-  Part parts[kTokenWarps][kHeads];
+  Part parts[kMostWarps][kHeads];
   Part arrived[kMostSplits][kHeads];
-  __align__(16) uint16_t rows[kHeads + 2][kRow];  // q, the new key and the new value, rotated
+  __align__(16) uint16_t rows[kNewRows][kRow];  // q, the new key and the new value, rotated
 };
 
 // Floats of a row of the warps' sums in shared memory, padded against bank conflicts.
@@ -226,12 +227,12 @@ template <typename T, int kSize>
 struct NewRows {
   static constexpr int kOfRow = kSize / 8;  // threads: each has four elements of both halves of a head
 
-  __device__ __forceinline__ NewRows(const TokenParams& s, int of_batch, int of_head)
+  __device__ __forceinline__ NewRows(const TokenParams& s, int of_batch, int of_head, int thread)
       : a(s.a),
         batch(of_batch),
         kv_head(of_head),
-        row(static_cast<int>(threadIdx.x) / kOfRow),
-        d(static_cast<int>(threadIdx.x) % kOfRow * 4),
+        row(thread / kOfRow),
+        d(thread % kOfRow * 4),
         exists(row < s.group || row == kNewKey || row == kNewValue) {
     const bool is_query = row < kHeads;
     const int64_t* strides = is_query ? a.q_strides : row == kNewKey ? a.k_strides : a.v_strides;
@@ -271,18 +272,19 @@ struct NewRows {
   uint2 low, high, angle[4];
 };
 
-template <typename T, int kSize>
-__global__ void __launch_bounds__(kThreads, 1) token_kernel(const __grid_constant__ TokenParams s) {
-  constexpr int kPlaces = kSize / 4;
+template <typename T, int kSize, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kMostWarps / kWarps)
+    token_kernel(const __grid_constant__ TokenParams s) {
+  constexpr int kPlaces = kSize / 4, kThreads = kWarps * 32;
   extern __shared__ __align__(16) float values[];
   __shared__ Shared<kSize> shared;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = ptx::warp_index();
   const int rank = static_cast<int>(blockIdx.x), kv_head = static_cast<int>(blockIdx.y);
   const int batch = static_cast<int>(blockIdx.z), tile = rank + s.splits * warp;
-  const int step = s.splits * kTokenWarps * kTileKeys;
+  const int step = s.splits * kWarps * kTileKeys;
   if (s.splits > 1) ptx::cluster_arrive();  // to know below that the other CTAs have started
   Lane<T, kSize> own(s, lane, batch, kv_head);
-  NewRows<T, kSize> rows(s, batch, kv_head);
+  NewRows<T, kSize> rows(s, batch, kv_head, thread);
   ptx::wait_then_launch_dependents();
 
   const int64_t given = *s.a.position;
@@ -294,7 +296,13 @@ __global__ void __launch_bounds__(kThreads, 1) token_kernel(const __grid_constan
   own.load_v(first);
   const int64_t counted = given < 0 ? given + s.keys : given;
   const int position = counted >= 0 && counted < s.keys ? static_cast<int>(counted) : -1;
-  rows.store((position / kTileKeys & (s.splits - 1)) == rank ? position : -1, shared);
+  const int written = (position / kTileKeys & (s.splits - 1)) == rank ? position : -1;
+  rows.store(written, shared);
+  if constexpr (kThreads < kNewRows * NewRows<T, kSize>::kOfRow) {
+    NewRows<T, kSize> more(s, batch, kv_head, thread + kThreads);
+    more.load();
+    more.store(written, shared);
+  }
   const float excluding = range.finite ? -INFINITY : s.excluding;
   const KeyMask& mask = s.a.mask;
   __syncthreads();
@@ -343,9 +351,10 @@ __global__ void __launch_bounds__(kThreads, 1) token_kernel(const __grid_constan
   own.store(shared.parts[warp], mine, s.group);
   __syncthreads();
   if (s.splits > 1) ptx::cluster_wait();
-  const int place = lane % kPlaces, row = warp + kTokenWarps * (lane / kPlaces);  // two rows of a small head per warp
+  constexpr int kAtOnce = 32 / kPlaces * kWarps;  // rows; a warp has two of a small head
+  const int place = lane % kPlaces;
   const int slots = owned_rows(s.group, s.log2_splits);
-  float4* const inbox = reinterpret_cast<float4*>(values + kTokenWarps * s.group * kValueRow<kSize>);
+  float4* const inbox = reinterpret_cast<float4*>(values + kWarps * s.group * kValueRow<kSize>);
   const auto store_y = [&](int of_row, Part part, float4 value) {
     const int64_t y_row = static_cast<int64_t>(batch) * s.heads + kv_head * s.group + of_row;
     const float inverse = part.sum == 0 ? 0 : 1 / part.sum;  // without a key, 0 as in torch
@@ -353,10 +362,13 @@ __global__ void __launch_bounds__(kThreads, 1) token_kernel(const __grid_constan
                         Half<T>::pair(value.z * inverse, value.w * inverse)};
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(s.a.y) + y_row * kSize + 4 * place) = four;
   };
-  if (row < s.group) {
+#pragma unroll
+  for (int i = 0; i < kHeads; i += kAtOnce) {
+    const int row = i + warp + kWarps * (lane / kPlaces);
+    if (row >= s.group) break;
     float4 value;
-    const Part part = combine<kTokenWarps>(
-        kTokenWarps, [&](int i) { return shared.parts[i][row]; },
+    const Part part = combine<kWarps>(
+        kWarps, [&](int i) { return shared.parts[i][row]; },
         [&](int i) {
           return *reinterpret_cast<const float4*>(values + (i * s.group + row) * kValueRow<kSize> + 4 * place);
         },
@@ -384,31 +396,39 @@ __global__ void __launch_bounds__(kThreads, 1) token_kernel(const __grid_constan
   store_y(own_row, part, value);
 }
 
-template <typename T, int kSize>
-Status launch_of(TokenParams s, const TokenProblem& p, cudaStream_t stream) {
-  const auto kernel = token_kernel<T, kSize>;
-  Gpu gpu;
-  if (Status status = query_gpu(current_gpu(), &gpu); !status.ok()) return status;
+template <typename T, int kSize, int kWarps>
+Status launch_of(TokenParams s, const TokenProblem& p, const Gpu& gpu, cudaStream_t stream) {
+  const auto kernel = token_kernel<T, kSize, kWarps>;
   if (gpu.compute_capability < 90) {
     return Status::error("the kernel needs a GPU from compute capability 9.0 on",
                          "Rotate and write to the cache with torch, and call decode_attention");
   }
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  s.log2_splits = log2_splits(kTileKeys * kTokenWarps, p.keys, p.batch * p.kv_heads, gpu.num_sms);
+  s.log2_splits = kWarps < kMostWarps ? 0 : log2_splits(kTileKeys * kWarps, p.keys, p.batch * p.kv_heads, gpu.num_sms);
   s.splits = 1 << s.log2_splits;
-  Launch launch{dim3(s.splits, static_cast<unsigned>(p.kv_heads), static_cast<unsigned>(p.batch)), dim3(kThreads),
+  Launch launch{dim3(s.splits, static_cast<unsigned>(p.kv_heads), static_cast<unsigned>(p.batch)), dim3(kWarps * 32),
                 stream};
   launch.cluster = s.splits;
   launch.overlapped = true;
   const int slots = owned_rows(s.group, s.log2_splits);
-  const int floats = kTokenWarps * s.group * kValueRow<kSize> + s.splits * slots * kSize;
+  const int floats = kWarps * s.group * kValueRow<kSize> + s.splits * slots * kSize;
   launch.shared_bytes = sizeof(float) * static_cast<size_t>(floats);
   return launch_kernel(launch, "launching attention::token_kernel", kernel, s);
 }
 
+// More heads than SMs get CTAs of half an SM: all run at once where twice as many fit, and one computes while the other
+// starts or ends.
+template <typename T, int kSize>
+Status launch_of_size(const TokenParams& s, const TokenProblem& p, cudaStream_t stream) {
+  Gpu gpu;
+  if (Status status = query_gpu(current_gpu(), &gpu); !status.ok()) return status;
+  return p.batch * p.kv_heads > gpu.num_sms ? launch_of<T, kSize, kMostWarps / 2>(s, p, gpu, stream)
+                                            : launch_of<T, kSize, kMostWarps>(s, p, gpu, stream);
+}
+
 template <typename T>
 Status launch_of_type(const TokenParams& s, const TokenProblem& p, cudaStream_t stream) {
-  return p.size == 64 ? launch_of<T, 64>(s, p, stream) : launch_of<T, 128>(s, p, stream);
+  return p.size == 64 ? launch_of_size<T, 64>(s, p, stream) : launch_of_size<T, 128>(s, p, stream);
 }
 
 }  // namespace token_kernels

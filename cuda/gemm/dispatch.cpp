@@ -85,7 +85,10 @@ bool fuses_norm(const Problem& problem, const Gpu& gpu) {
 }
 
 bool merges(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan) {
-  if (!is_supported(gpu) || !sm90_skinny::plan_merged(problem, rows, gpu, plan)) return false;
+  if (!is_supported(gpu)) return false;
+  if (!sm90_skinny::plan_merged(problem, rows, gpu, plan) && !sm90_ws::plan_merged(problem, rows, gpu, plan)) {
+    return false;
+  }
   complete(problem, plan);
   return true;
 }
@@ -184,7 +187,8 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
               void* stream) {
   const X x{arguments.x, arguments.x_stride, 1, 0, problem.x_aligned, nullptr};
-  return sm90_skinny::launch_merged(problem, plan, arguments, parts, x, stream);
+  const auto launch = plan.family == Family::kSm90Ws ? sm90_ws::launch_merged : sm90_skinny::launch_merged;
+  return launch(problem, plan, arguments, parts, x, stream);
 }
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts,

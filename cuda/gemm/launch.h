@@ -24,6 +24,9 @@ Status split_x(const Problem& problem, int partials, const Arguments& arguments,
 
 using LaunchFunction = Status(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
                               void* stream);
+// For a plan of merges().
+using LaunchMergedFunction = Status(const Problem& problem, const Plan& plan, const Arguments& arguments,
+                                    std::span<const Part> parts, const X& x, void* stream);
 using LaunchGroupedFunction = Status(const Problem& problem, const Plan& plan, const Arguments& arguments,
                                      const Experts& experts, const X& x, void* stream);
 
@@ -36,13 +39,12 @@ using LaunchGroupedFunction = Status(const Problem& problem, const Plan& plan, c
 
 namespace sm90_skinny {
 LaunchGroupedFunction launch_grouped;
-// A plan of merges().
-Status launch_merged(const Problem& problem, const Plan& plan, const Arguments& arguments, std::span<const Part> parts,
-                     const X& x, void* stream);
+LaunchMergedFunction launch_merged;
 }  // namespace sm90_skinny
 namespace sm90_ws {
 LaunchGroupedFunction launch_grouped;
-}
+LaunchMergedFunction launch_merged;
+}  // namespace sm90_ws
 namespace sm80_mma {
 LaunchGroupedFunction launch_grouped;
 }

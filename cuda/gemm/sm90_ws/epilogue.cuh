@@ -21,7 +21,7 @@ template <typename K>
 __device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows, const Place& place, int row0) {
   const int thread = threadIdx.x % 128, row = row0 + thread % 64, expert = of_expert<K>(place, p.n);
   const int in_tiles = of_expert<K>(place, (p.n + int4::kTileN - 1) / int4::kTileN * int4::kTileN) + row;  // packed
-  const bool in_weight = row < p.n;
+  const bool in_weight = row < rows_of<K>(p, place.weight);
   if (thread < 64) {
     if constexpr (K::kWeight == Format::kFp4) {
       if (p.row_scales != nullptr) {
@@ -39,7 +39,11 @@ __device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows,
   } else {
     if (p.weight_sums != nullptr)
       ptx::cp_async_4(rows + thread * 4, p.weight_sums + (in_weight ? expert + row : 0), in_weight);
-    if (p.bias != nullptr) {
+    if constexpr (K::kMerged) {
+      const void* bias = static_cast<const MergedParams&>(p).of[place.weight].bias;
+      ptx::store_shared_float(rows + 256 + thread * 4,
+                              in_weight && bias != nullptr ? load_float(bias, row, p.bias_dtype) : 0.0f);
+    } else if (p.bias != nullptr) {
       ptx::store_shared_float(rows + 256 + thread * 4,
                               in_weight ? load_float(p.bias, expert + row, p.bias_dtype) : 0.0f);
     }
@@ -120,7 +124,7 @@ struct Target {
   uint32_t rows, tokens;
   int64_t token0, token_end;
   int row0, row_end;
-  int split_k;  // see Place
+  int split_k, weight;  // see Place
 };
 
 // Split-K: writes the tile transposed into `tiles`; then every CTA of the cluster reduces and stores its share of the
@@ -187,13 +191,14 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
       float y[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) y[e] = rows.finish(e, static_cast<float>(total[i][e]), x_scale, x_zero);
-      const int64_t to = (at.token0 + token) * p.n + n;
-      if (p.n % 4 == 0) {
-        store_float4(p.y, to, p.y_dtype, y);
+      const int rows_of_w = rows_of<K>(p, at.weight);
+      const int64_t to = (at.token0 + token) * rows_of_w + n;
+      if (rows_of_w % 4 == 0) {
+        store_float4(y_of<K>(p, at.weight), to, p.y_dtype, y);
       } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (n + e < at.row_end) store_float(p.y, to + e, p.y_dtype, y[e]);
+          if (n + e < at.row_end) store_float(y_of<K>(p, at.weight), to + e, p.y_dtype, y[e]);
         }
       }
     }
@@ -232,16 +237,19 @@ __device__ __forceinline__ uint32_t pack(float low, float high, bool half) {
 }
 
 // Stores eight adjacent 16-bit rows of one token.
-__device__ __forceinline__ void store_eight(const Params& p, int64_t token, int n, int row_end, const uint4& eight) {
-  uint16_t* y = static_cast<uint16_t*>(p.y) + token * p.n + n;
-  if (p.n % 8 == 0) {
+template <typename K>
+__device__ __forceinline__ void store_eight(const Params& p, const Target& at, int64_t token, int n,
+                                            const uint4& eight) {
+  const int rows = rows_of<K>(p, at.weight);
+  uint16_t* y = static_cast<uint16_t*>(y_of<K>(p, at.weight)) + token * rows + n;
+  if (rows % 8 == 0) {
     *reinterpret_cast<uint4*>(y) = eight;
     return;
   }
   const uint32_t word[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    if (n + e < row_end) y[e] = static_cast<uint16_t>(word[e / 2] >> e % 2 * 16);
+    if (n + e < at.row_end) y[e] = static_cast<uint16_t>(word[e / 2] >> e % 2 * 16);
   }
 }
 
@@ -306,7 +314,7 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
     for (int i = 0; i < kChunkTokens / 16; ++i) {
       const int token = thread / 8 + i * 16;
       if (token0 + token >= at.token_end || n >= at.row_end) continue;
-      store_eight(p, token0 + token, n, at.row_end, ptx::load_shared_16(y_address<K>(tile, token, thread % 8)));
+      store_eight<K>(p, at, token0 + token, n, ptx::load_shared_16(y_address<K>(tile, token, thread % 8)));
     }
   }
   ptx::named_barrier(1 + warpgroup, 128);  // before the buffers are reused

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 
 #include "common/integers.h"
 #include "gemm/arch.h"
@@ -77,6 +78,15 @@ bool waits_for_bytes(const Problem& problem, const Traits& traits, int tokens) {
 
 // k-tiles that take as long as a ping-pong epilogue.
 constexpr int64_t kEpilogueKTiles = 12;
+
+// Microseconds of a kernel boundary that costs measured in chains of equal products lack.
+constexpr double kLaunch = 1;
+
+int64_t row_blocks(std::span<const int64_t> rows, int tile_rows) {
+  int64_t blocks = 0;
+  for (const int64_t n : rows) blocks += ceil_div(n, tile_rows);
+  return blocks;
+}
 
 // Calls visit for every tile, cluster and split of K that serves the problem: with the tile's full rows of W and, if
 // that may save time, with the fewest rows that need no more waves.
@@ -178,22 +188,63 @@ const char* against(const Problem& problem, const Gpu& gpu) {
   return unfit(problem);
 }
 
-bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  if (against(problem, gpu) != nullptr) return false;
+namespace {
+
+struct Best {
+  Choice choice;
+  double microseconds = std::numeric_limits<double>::infinity();
+};
+// The choice of least expected time among those that serves() accepts and may change.
+template <typename Serves>
+Best best_choice(const Problem& problem, const Gpu& gpu, const Serves& serves) {
   const double bytes = static_cast<double>(problem.n * problem.k) * (is_packed(problem.weight) ? 0.5 : 1);
-  Choice best;
-  double least = 0;
+  Best best;
   int row = -1;
   const Cost* cost = nullptr;
-  for_each_choice(problem, gpu, [&](const Choice& choice) {
+  for_each_choice(problem, gpu, [&](Choice choice) {
     if (choice.row != row) cost = cost_of(problem, kTiles[row = choice.row]);
-    if (cost == nullptr) return;
+    if (cost == nullptr || !serves(choice)) return;
     const double time = microseconds(choice.counts, cost->costs, bytes, kMemory);
-    if (best.row >= 0 && time >= least) return;
-    best = choice;
-    least = time;
+    if (time < best.microseconds) best = {choice, time};
   });
-  fill(problem, gpu, best, plan);
+  return best;
+}
+Best best_choice(const Problem& problem, const Gpu& gpu) {
+  return best_choice(problem, gpu, [](Choice&) { return true; });
+}
+
+}  // namespace
+
+bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (against(problem, gpu) != nullptr) return false;
+  fill(problem, gpu, best_choice(problem, gpu).choice, plan);
+  return true;
+}
+
+bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan) {
+  if (!is_hopper(gpu) || !is_float_int4(problem) || problem.x_dtype != DType::kBFloat16) return false;
+  if (problem.normed || problem.gated || problem.batch_invariant) return false;
+  if (rows.size() < 2 || rows.size() > kMaxParts) return false;
+  double separate = 0;  // microseconds
+  for (const int64_t n : rows) {
+    Problem one = problem;
+    one.n = n;
+    if (against(one, gpu) != nullptr) return false;
+    separate += best_choice(one, gpu).microseconds;
+  }
+  const Best best = best_choice(problem, gpu, [&](Choice& choice) {
+    const Tile tile = kTiles[choice.row];
+    if (!merges_in(tile) || choice.splits_last) return false;
+    // A weight's last row block may be partial, so there may be more than those of one weight of all rows.
+    const int64_t per_block = ceil_div(problem.m, tile.tokens) * choice.split, slots = slots_of(gpu, choice.split);
+    const int64_t waves = ceil_div(ceil_div(problem.n, choice.tile_rows) * per_block, slots);
+    choice.ctas = row_blocks(rows, choice.tile_rows) * per_block;
+    return ceil_div(choice.ctas, slots) == waves;
+  });
+  const double saved = kLaunch * static_cast<double>(rows.size() - 1);
+  if (best.microseconds >= separate + saved) return false;
+  fill(problem, gpu, best.choice, plan);
+  plan->reason = "several weights in one kernel on Hopper: wgmma";
   return true;
 }
 

@@ -1,8 +1,10 @@
 // Heuristics of the WGMMA kernels. Pure host code.
 #pragma once
 
+#include <span>
 #include <vector>
 
+#include "gemm/sm90_ws/kernel_traits.h"
 #include "qao/grouped_gemm.h"
 
 namespace qao::gemm::sm90_ws {
@@ -14,6 +16,10 @@ const char* against(const Problem& problem, const Gpu& gpu);
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 // Reason why the kernels cannot run the problem; null if they can.
 const char* unfit(const Problem& problem);
+// Tiles in which one kernel multiplies x with several weights.
+constexpr bool merges_in(Tile tile) { return tile.tokens <= 128 && !tile.ping_pong; }
+// Plan of one kernel for weights of `rows` out_features each; false if one kernel for each is as fast.
+bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan);
 // Plan of a grouped GEMM; false without Hopper, without a kernel, or with few rows per expert.
 bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan);
 // All plans, with their terms in the cost model.

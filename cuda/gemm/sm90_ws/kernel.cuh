@@ -21,8 +21,7 @@
 namespace qao::gemm::sm90_ws {
 
 template <typename K>
-__global__ void __launch_bounds__(K::kThreads, 1)
-    sm90_ws(typename K::Params p, const __grid_constant__ TensorMaps maps) {
+__device__ __forceinline__ void run_roles(const typename K::Params& p, const typename K::Maps& maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<K> ring{ptx::shared_address(shared)};
   // Initialize mbarriers
@@ -76,6 +75,18 @@ __global__ void __launch_bounds__(K::kThreads, 1)
       write_rest(p.routing, of_experts, p.y, p.y_dtype, p.n, blockIdx.x, gridDim.x, K::kConsumerThreads);
     }
   }
+}
+
+template <typename K>
+__global__ void __launch_bounds__(K::kThreads, 1)
+    sm90_ws(typename K::Params p, const __grid_constant__ TensorMaps maps) {
+  run_roles<K>(p, maps);
+}
+// Several weights of one x. K: MergedKernel.
+template <typename K>
+__global__ void __launch_bounds__(K::kThreads, 1)
+    sm90_ws_merged(const __grid_constant__ MergedParams p, const __grid_constant__ MergedTensorMaps maps) {
+  run_roles<K>(p, maps);
 }
 
 }  // namespace qao::gemm::sm90_ws

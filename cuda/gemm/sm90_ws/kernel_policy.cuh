@@ -35,9 +35,10 @@ struct Kernel {
   static constexpr bool kOneHalf = kFolds && tokens == 256;       // registers for products of half of the tokens only
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped, fold == Fold::kPromote};
   static constexpr Tile kTile{rows, tokens, ping_pong};
-  static constexpr bool kPingPong = ping_pong, kGrouped = grouped;
+  static constexpr bool kPingPong = ping_pong, kGrouped = grouped, kMerged = false;
   static constexpr int kSharers = kTile.sharers();
   using Params = std::conditional_t<grouped, GroupedParams, sm90_ws::Params>;
+  using Maps = TensorMaps;
   static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // 64-row parts per warpgroup
   static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
   static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes per token
@@ -51,6 +52,15 @@ struct Kernel {
   static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles per panel
   static constexpr int kEndRows = expert_end_rows(tokens);
+};
+
+// The dense kernel K for several weights of one x.
+template <typename K>
+struct MergedKernel : K {
+  static_assert(K::kScalesOperand && !K::kPingPong && !K::kGrouped, "no other roles look up a weight");
+  static constexpr bool kMerged = true;
+  using Params = MergedParams;
+  using Maps = MergedTensorMaps;
 };
 
 // Consumer warpgroups with rows of W in this tile.

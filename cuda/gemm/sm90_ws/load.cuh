@@ -24,18 +24,30 @@ __device__ __forceinline__ int first_group(const Params& p, int at) {
   return p.groups_per_tile > 1 ? at * p.groups_per_tile : at >> p.fold_shift;
 }
 
+// TMA descriptors of W and its scales.
+template <typename K>
+__device__ __forceinline__ const CUtensorMap* weight_map(const typename K::Maps& maps, const Place& at) {
+  if constexpr (K::kMerged) return &maps.of[at.weight].weight;
+  return &maps.weight;
+}
+template <typename K>
+__device__ __forceinline__ const CUtensorMap* scales_map(const typename K::Maps& maps, const Place& at) {
+  if constexpr (K::kMerged) return &maps.of[at.weight].scales;
+  return &maps.scales;
+}
+
 // Prefetches the CTA's first k-tiles of W into L2, one per lane.
 template <typename K>
-__device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps, uint32_t shared) {
+__device__ __forceinline__ void prefetch_weight(const Params& p, const typename K::Maps& maps, uint32_t shared) {
   constexpr int kPackedTiles = K::kTileK / int4::kTileK;
   const Place at = place<K>(p, shared, first_turn<K>(p));
   const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
   if (lane >= p.prefetch_tiles || i >= at.end) return;
   if constexpr (K::kPacked) {
-    tma::prefetch_3d(&maps.weight, 0, kPackedTiles * k_tile, weight_row<K>(p, at));
-    tma::prefetch_3d(&maps.scales, 0, first_group(p, k_tile), weight_row<K>(p, at));
+    tma::prefetch_3d(weight_map<K>(maps, at), 0, kPackedTiles * k_tile, weight_row<K>(p, at));
+    tma::prefetch_3d(scales_map<K>(maps, at), 0, first_group(p, k_tile), weight_row<K>(p, at));
   } else {
-    tma::prefetch_3d(&maps.weight, k_tile * K::kTileK, 0, weight_row<K>(p, at));
+    tma::prefetch_3d(weight_map<K>(maps, at), k_tile * K::kTileK, 0, weight_row<K>(p, at));
   }
 }
 
@@ -58,7 +70,7 @@ __device__ __forceinline__ XCopies x_copies(const Params& p, const TensorMaps& m
 // Producer warp: fills the stages. Out-of-bounds elements are zero. All lanes run the loop, so that the TMA coordinates
 // stay in uniform registers; an elected lane issues.
 template <typename K>
-__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring<K> ring) {
+__device__ __forceinline__ void produce(const Params& p, const typename K::Maps& maps, Ring<K> ring) {
   constexpr int kPackedTiles = K::kTileK / int4::kTileK;
   const int row_tiles = p.tile_rows / int4::kTileN;
   const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
@@ -67,6 +79,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     int part = 0, k_tile = at.begin;
     while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
     const int token0 = static_cast<int>(first_token<K>(at)), row0 = weight_row<K>(p, at);
+    const CUtensorMap *const weights = weight_map<K>(maps, at), *const scales = scales_map<K>(maps, at);
     const XCopies copies = x_copies<K>(p, maps, at);
     const int bytes = copies.count * copies.rows * K::kAtoms * 128 + weight_bytes;
     ptx::wait_for_previous_kernel();
@@ -80,13 +93,13 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
           if (!K::kRowScales || p.groups > 1) {
             const uint32_t scales_barrier = K::kMakesScales ? ring.scales_arrived() : barrier;
             tma::barrier_expect(scales_barrier, K::kMakesScales ? scale_bytes : bytes);
-            tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), row0, scales_barrier);
+            tma::load_3d(weight + K::kStage.weight, scales, 0, first_group(p, k_tile), row0, scales_barrier);
           }
           if (K::kMakesScales) tma::barrier_expect(barrier, bytes);
-          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, row0, barrier);
+          tma::load_3d(weight, weights, 0, kPackedTiles * k_tile, row0, barrier);
         } else {
           tma::barrier_expect(barrier, bytes);
-          tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, row0, barrier);
+          tma::load_3d(weight, weights, k_tile * K::kTileK, 0, row0, barrier);
         }
         // Issue the loads of x
 #pragma unroll

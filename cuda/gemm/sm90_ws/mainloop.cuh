@@ -378,8 +378,9 @@ struct Consumer {
                         first_token<K>(at),
                         last_token<K>(p, at),
                         row0(at),
-                        min(p.n, (at.row_block + 1) * p.tile_rows),
-                        at.split_k};
+                        min(rows_of<K>(p, at.weight), (at.row_block + 1) * p.tile_rows),
+                        at.split_k,
+                        at.weight};
     if (!K::kGrouped && at.split_k > 1) {
       // The tile overlays the pipeline stages, so wait until all warpgroups are done with them.
       ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);

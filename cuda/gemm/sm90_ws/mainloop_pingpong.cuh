@@ -93,7 +93,7 @@ __device__ __forceinline__ void consume_ping_pong(const Params& p, const CUtenso
 #pragma unroll
     for (int half = 0; half < K::kRowParts; ++half) {
       const Target target{rows + half * kRowScalesBytes, tokens,  token0, token_end,
-                          row0 + half * kWarpgroupRows,  row_end, 1};
+                          row0 + half * kWarpgroupRows,  row_end, 1,      at.weight};
       if (p.y_dtype == DType::kFloat32) {
         write_float_result<K>(p, of.sum[half], target);
       } else {

@@ -132,7 +132,7 @@ __device__ __forceinline__ void write_swapped_half(const Params& p, const float 
       const int token = i + lane / 8;
       const int64_t m = at.token0 + swapped_token<K>() - lane / 4 + token;
       if (m >= at.token_end || n >= at.row_end) continue;
-      store_eight(p, m, n, at.row_end, ptx::load_shared_16(tile + token * kRowBytes + lane % 8 * 16));
+      store_eight<K>(p, at, m, n, ptx::load_shared_16(tile + token * kRowBytes + lane % 8 * 16));
     }
     __syncwarp();
   }

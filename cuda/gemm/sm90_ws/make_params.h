@@ -119,17 +119,40 @@ inline Params params_of(const Problem& problem, const Plan& plan, const Argument
           epilogue_params(problem, plan, arguments)};
 }
 
-// `experts`: number of contiguous weights. x has Params::m rows.
-inline Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
-                               const Params& p, int64_t experts, TensorMaps* maps) {
+// W and its scales. `rows`: rows of W of one expert, `experts`: number of contiguous weights.
+inline Status make_weight_maps(const Problem& problem, const Plan& plan, const Params& p, const void* data,
+                               const void* scale_data, int64_t rows, int64_t experts, CUtensorMap* weight_map,
+                               CUtensorMap* scales_map) {
+  using Size = cuuint64_t;
+  const Size k = problem.k, row_tiles = int4::tiles_n(rows) * experts, tiles_k = int4::tiles_k(problem.k);
+  const cuuint32_t tile_k = static_cast<cuuint32_t>(tile_k_of(problem, plan)), tile_rows = p.tile_rows,
+                   box_tiles = tile_rows / int4::kTileN;
+  if (!is_packed(problem.weight)) {
+    const TensorShape weight{{k, 1, static_cast<Size>(rows * experts)}, {k, k}, {tile_k, 1, tile_rows}};
+    return encode_tensor_map(weight_map, data, CU_TENSOR_MAP_DATA_TYPE_UINT8, weight,
+                             tile_k == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+  }
+  const TensorShape weight{{int4::kTileBytes / 4, tiles_k, row_tiles},
+                           {int4::kTileBytes, tiles_k * int4::kTileBytes},
+                           {int4::kTileBytes / 4, tile_k / int4::kTileK, box_tiles}};
+  const Size group_bytes = p.group_bytes, groups = p.groups;
+  const TensorShape scales{
+      {group_bytes / 2, groups, row_tiles},
+      {group_bytes, static_cast<Size>(p.scale_rows) * group_bytes},
+      {static_cast<cuuint32_t>(group_bytes / 2), static_cast<cuuint32_t>(p.groups_per_tile), box_tiles}};
+  Status status =
+      encode_tensor_map(weight_map, data, CU_TENSOR_MAP_DATA_TYPE_UINT32, weight, CU_TENSOR_MAP_SWIZZLE_NONE);
+  if (!status.ok()) return status;
+  return encode_tensor_map(scales_map, scale_data, CU_TENSOR_MAP_DATA_TYPE_UINT16, scales, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+// x, which has Params::m rows, and a y that is stored by TMA.
+inline Status make_token_maps(const Problem& problem, const Plan& plan, const X& x, const Params& p, TensorMaps* maps) {
   using Size = cuuint64_t;
   const bool packed = is_packed(problem.weight), float_x = problem.x == Format::kFloat;
   const bool half = problem.x_dtype == DType::kFloat16;
-  const Size m = p.m, n = problem.n, k = problem.k, row_tiles = int4::tiles_n(problem.n) * experts,
-             tiles_k = int4::tiles_k(problem.k), bytes = float_x ? 2 : 1;
-  const cuuint32_t tile_k = static_cast<cuuint32_t>(tile_k_of(problem, plan)),
-                   atom_k = 128 / static_cast<cuuint32_t>(bytes), tile_rows = p.tile_rows,
-                   box_tiles = tile_rows / int4::kTileN;
+  const Size m = p.m, n = problem.n, k = problem.k, tiles_k = int4::tiles_k(problem.k), bytes = float_x ? 2 : 1;
+  const cuuint32_t atom_k = 128 / static_cast<cuuint32_t>(bytes);
   TensorShape x_shape{{packed && !float_x ? tiles_k * int4::kTileK : k, static_cast<Size>(x.parts), m},
                       {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
                       {atom_k, 1, 0}};
@@ -147,26 +170,16 @@ inline Status make_tensor_maps(const Problem& problem, const Plan& plan, const A
   if (p.copies_y) {
     const TensorShape y{{n, 1, m}, {n * 2, n * 2}, {kWarpgroupRows, 1, kChunkTokens}};
     status = encode_tensor_map(&maps->y, p.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, y, CU_TENSOR_MAP_SWIZZLE_128B);
-    if (!status.ok()) return status;
   }
-  if (!packed) {
-    const TensorShape weight{{k, 1, n * experts}, {k, k}, {tile_k, 1, tile_rows}};
-    return encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, weight,
-                             tile_k == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
-  }
-  const TensorShape weight{{int4::kTileBytes / 4, tiles_k, row_tiles},
-                           {int4::kTileBytes, tiles_k * int4::kTileBytes},
-                           {int4::kTileBytes / 4, tile_k / int4::kTileK, box_tiles}};
-  const Size group_bytes = p.group_bytes, groups = p.groups;
-  const TensorShape scales{
-      {group_bytes / 2, groups, row_tiles},
-      {group_bytes, static_cast<Size>(p.scale_rows) * group_bytes},
-      {static_cast<cuuint32_t>(group_bytes / 2), static_cast<cuuint32_t>(p.groups_per_tile), box_tiles}};
-  status = encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT32, weight,
-                             CU_TENSOR_MAP_SWIZZLE_NONE);
-  if (!status.ok()) return status;
-  return encode_tensor_map(&maps->scales, arguments.scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, scales,
-                           CU_TENSOR_MAP_SWIZZLE_NONE);
+  return status;
+}
+
+// `experts`: number of contiguous weights.
+inline Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
+                               const Params& p, int64_t experts, TensorMaps* maps) {
+  if (Status status = make_token_maps(problem, plan, x, p, maps); !status.ok()) return status;
+  return make_weight_maps(problem, plan, p, arguments.weight, arguments.scales, problem.n, experts, &maps->weight,
+                          &maps->scales);
 }
 
 }  // namespace qao::gemm::sm90_ws

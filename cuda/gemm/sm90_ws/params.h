@@ -68,5 +68,20 @@ struct Params : TileParams, GroupParams, EpilogueParams {};
 struct GroupedParams : Params {
   Routing routing;
 };
+// Several weights of one x. Params::n, row_blocks and y are of all of them, and of none.
+struct MergedParams : Params {
+  struct Weight {
+    int first_block, n;  // row blocks of the weights before it, and its rows
+    const void* bias;
+    void* y;
+  };
+  Weight of[kMaxParts];  // after the last weight: a first_block that no tile reaches
+};
+struct MergedTensorMaps : TensorMaps {
+  struct Weight {
+    CUtensorMap weight, scales;
+  };
+  Weight of[kMaxParts];
+};
 
 }  // namespace qao::gemm::sm90_ws

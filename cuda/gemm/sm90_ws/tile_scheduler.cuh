@@ -16,6 +16,7 @@ struct Place {
   int row_block, token_block, begin, end;
   int split_k;      // CTAs of a cluster that split K
   ExpertRows rows;  // grouped: rows of the tile's expert
+  int weight;       // merged: index of the weight, to which row_block belongs
 };
 template <typename K>
 __device__ __forceinline__ int64_t first_token(const Place& at) {
@@ -24,6 +25,15 @@ __device__ __forceinline__ int64_t first_token(const Place& at) {
 template <typename K>
 __device__ __forceinline__ int64_t last_token(const Params& p, const Place& at) {  // exclusive
   return K::kGrouped ? at.rows.end : p.m;
+}
+// Rows of W and y of the GEMM that a tile belongs to.
+template <typename K>
+__device__ __forceinline__ int rows_of(const Params& p, int weight) {
+  return K::kMerged ? static_cast<const MergedParams&>(p).of[weight].n : p.n;
+}
+template <typename K>
+__device__ __forceinline__ void* y_of(const Params& p, int weight) {
+  return K::kMerged ? static_cast<const MergedParams&>(p).of[weight].y : p.y;
 }
 // Offset of an expert in an array with `size` elements per expert.
 template <typename K>
@@ -46,7 +56,7 @@ __device__ __forceinline__ void place_in_panel(const Params& p, int tile, int to
 template <typename K>
 __device__ __forceinline__ Place place(const Params& p, uint32_t shared, int turn) {
   const int steps = p.parts * p.k_tiles;
-  Place at{0, 0, 0, steps, 1, {}};
+  Place at{0, 0, 0, steps, 1, {}, 0};
   if constexpr (K::kGrouped) {
     const Routing& r = static_cast<const GroupedParams&>(p).routing;
     const ExpertTiles of = find_expert(r, shared + K::kStage.table, turn, p.row_blocks);
@@ -58,6 +68,12 @@ __device__ __forceinline__ Place place(const Params& p, uint32_t shared, int tur
     at.split_k = whole ? p.split_k : kLastSplit;
     const int part = at.split_k > 1 ? ptx::cluster_rank() : 0;
     at.begin = quotient(steps * part, at.split_k), at.end = quotient(steps * (part + 1), at.split_k);
+  }
+  if constexpr (K::kMerged) {
+    const MergedParams& merged = static_cast<const MergedParams&>(p);
+#pragma unroll
+    for (int i = 1; i < kMaxParts; ++i) at.weight += at.row_block >= merged.of[i].first_block;
+    at.row_block -= merged.of[at.weight].first_block;
   }
   if constexpr (K::kPingPong) at.row_block = at.row_block * kPingPongCluster + ptx::cluster_rank();
   return at;

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from .nodes import arguments, aten, call, on_gpu, rows_of, value
 from .report import Report
 
-MOST_ROWS = 16  # up to which a CTA per row leaves most of a GPU idle
+MOST_ROWS = 64  # up to which a CTA per row leaves most of a GPU idle
 FEWEST_COLUMNS = 16384
 _CHUNK = range(256, 2049)  # columns of a chunk
 _DTYPES = torch.float32, torch.bfloat16, torch.float16

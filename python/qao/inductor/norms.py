@@ -1,7 +1,7 @@
 """Pass: RMSNorm with a residual, int4 products of the result, and a SiLU gate become one operator.
 
-For few tokens on Hopper the operator is one kernel, in which every CTA makes the norm while its first weights arrive.
-For more tokens the operator of one weight runs the kernels of its parts.
+Up to 8 tokens on Hopper the operator is one kernel, in which every CTA makes the norm while its first weights arrive.
+For more tokens it runs the kernels of its parts, which start while the one before ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .nodes import arguments, aten, call, inserting_behind, is_call, on_hopper, 
 from .patterns import FindNorm, Norm, rms_norm, silu_gate
 from .report import Report
 
-MOST_TOKENS = 8  # up to which weights of int4 stream past an x that a CTA holds
+MOST_TOKENS = 128  # up to which kernels of qao, one behind the other, are faster than with one of Triton between
 _PRODUCT = torch.ops.qao.int4_mm.default
 
 
@@ -28,7 +28,7 @@ def fuse_norms(graph: Graph, report: Report, find_norm: FindNorm = rms_norm) -> 
             continue
         given = arguments(node)
         x = given["x"]
-        if not applies(x, dynamic=node.target is _PRODUCT) or given.get("batch_invariant"):
+        if not applies(x) or given.get("batch_invariant"):
             continue
         norm = find_norm(x) if set(x.users) == {node} else None
         if norm is not None:
@@ -36,12 +36,15 @@ def fuse_norms(graph: Graph, report: Report, find_norm: FindNorm = rms_norm) -> 
             _replace(graph, report, node, norm, lists, given)
 
 
-def applies(x: Node, dynamic: bool = False) -> bool:
-    """Whether few tokens are multiplied on a GPU with the kernel. ``dynamic``: or any number of tokens, unknown yet."""
-    if not on_hopper(x) or value(x).dtype != torch.bfloat16:
-        return False
+def applies(x: Node) -> bool:
+    """Whether few tokens, or a number of them that is unknown yet, are multiplied on a GPU with the kernels."""
     rows = rows_of(x)
-    return dynamic if rows is None else 1 <= rows <= MOST_TOKENS
+    return takes(x) and (rows is None or 1 <= rows <= MOST_TOKENS)
+
+
+def takes(x: Node) -> bool:
+    """Whether the kernels of int4 on Hopper that take several weights take this x."""
+    return on_hopper(x) and value(x).dtype == torch.bfloat16
 
 
 def _list(node: Node, given: dict[str, Any], name: str) -> list[Any]:
