@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import check_metadata, tolerance, truth
-from ops_schemes import DTYPES, FLOAT, FP4, INT4_SCHEMES, PRODUCTS, Format, Int4Format, Scheme
+from ops_schemes import DTYPES, FLOAT, FP4, INT4, INT4_SCHEMES, PRODUCTS, Format, Int4Format, Scheme
 from ops_support import VIEWS, Case, before_guard_page, bits, check_product, fuzz, randn, sweep
 
 M_KINDS = (1, 2, 5, 16, 40, 130)  # each of them may be another kernel
@@ -59,6 +59,14 @@ def test_random_sizes_at_every_isa(scheme: Scheme, case: Case, device: str) -> N
 def test_medium_size(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) -> None:
     for fmt in scheme.few_formats:
         check(scheme, Case(m, 40, 700, fmt, x_dtype, x_dtype), device)
+
+
+@pytest.mark.parametrize("x_dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("m, n", [(20, 25300), (32, 33000), (50, 25300), (64, 33000)])
+def test_tall_tiles(m: int, n: int, x_dtype: torch.dtype, device: str) -> None:
+    """Layers with many rows, for which Hopper has tiles of 192 and 256."""
+    for zeros, scale_dtype in (("float", torch.bfloat16), ("none", torch.float32), ("integer", torch.float16)):
+        check(INT4, Case(m, n, 384, Int4Format(128, zeros, scale_dtype), x_dtype, torch.float32), device)
 
 
 @every_kind

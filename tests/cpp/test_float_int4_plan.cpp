@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <string>
+#include <vector>
 
 #include "gemm/sm90_skinny/params.h"
 #include "gpus.h"
@@ -425,9 +426,9 @@ TEST_CASE("the same problem gives the same plan") {
 }
 
 TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the tile that measured best") {
-  const auto planned = [&](int64_t m, int64_t n, int64_t k, bool aligned = true) {
+  const auto planned = [&](int64_t m, int64_t n, int64_t k, bool aligned = true, int64_t group_size = 128) {
     Problem problem = float_int4();
-    problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128, problem.x_aligned = aligned;
+    problem.m = m, problem.n = n, problem.k = k, problem.group_size = group_size, problem.x_aligned = aligned;
     Plan plan;
     REQUIRE(gemm::plan(problem, kH200, &plan).ok());
     return plan;
@@ -436,9 +437,16 @@ TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the ti
   CHECK(planned(17, 4096, 4096, false).family == Family::kSm80MmaWeightOnly);
   CHECK(planned(17, 4096, 4096).family == Family::kSm90Ws);
   CHECK(std::string(planned(17, 4096, 4096).instruction) == "wgmma bf16");
-  const Plan few = planned(64, 28672, 4096);  // more row tiles than multiprocessors: CTAs walk over them
+  const Plan few = planned(64, 28672, 4096), fine = planned(64, 28672, 4096, true, 32);
   CHECK(few.tile_m == 64);
-  CHECK(few.ctas == 132);
+  CHECK(few.tile_n == 256);
+  CHECK(fine.tile_n == 128);  // taller tiles have one group per k-tile
+  CHECK(fine.ctas == 132);    // more row tiles than multiprocessors: CTAs walk over them
+  // tests/test_mm.py multiplies in these tiles
+  CHECK(kernel_name(planned(20, 25300, 384)) == "sm90_ws_w4a16_192x32");
+  CHECK(kernel_name(planned(32, 33000, 384)) == "sm90_ws_w4a16_256x32");
+  CHECK(kernel_name(planned(50, 25300, 384)) == "sm90_ws_w4a16_192x64");
+  CHECK(kernel_name(planned(64, 33000, 384)) == "sm90_ws_w4a16_256x64");
   const Plan middle = planned(128, 8192, 8192), large = planned(4096, 28672, 4096);
   CHECK(middle.tile_m == 128);
   CHECK(middle.split_k == 2);
@@ -449,6 +457,24 @@ TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the ti
   CHECK(tall.ctas == 128);
   CHECK(left.tile_m == 256);
   CHECK(left.splits_last);
+}
+
+TEST_CASE("one kernel multiplies 17 to 128 tokens with several weights on Hopper, and makes the gate") {
+  const auto merged = [&](int64_t m, const std::vector<int64_t>& rows, bool gated = false) {
+    Problem problem = float_int4();
+    problem.m = m, problem.k = 4096, problem.group_size = 128, problem.gated = gated;
+    for (const int64_t n : rows) problem.n += n;
+    Plan plan;
+    if (!merges(problem, rows, kH200, &plan)) return std::string("none");
+    return kernel_name(plan) + " " + std::to_string(plan.ctas);
+  };
+  CHECK(merged(17, {4096, 1024, 1024}) == "sm90_ws_w4a16_128x32 96");
+  CHECK(merged(128, {4096, 1024, 1024}).starts_with("sm90_ws"));
+  CHECK(merged(32, {14336, 14336}) == "sm90_ws_w4a16_256x32 112");
+  CHECK(merged(32, {14336, 14336}, true) == "sm90_ws_w4a16_256x32 112");
+  CHECK(merged(32, {4100, 4100}) != "none");  // each ends inside a tile
+  CHECK(merged(12, {4096, 1024, 1024}) == "none");
+  CHECK(merged(4096, {4096, 1024, 1024}) == "none");
 }
 
 TEST_CASE("a GPU below compute capability 8.0 is refused by name") {

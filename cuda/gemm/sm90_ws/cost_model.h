@@ -11,6 +11,7 @@ namespace qao::gemm::sm90_ws {
 enum class Operands {
   kFloatInt4,
   kFloatInt4Tall,
+  kFloatInt4Four,  // four consumer warpgroups
   kFloatEightBits,
   kFloatEightBitsTall,
   kFloatFolded,
@@ -53,7 +54,7 @@ inline Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
   const bool tall = tile.tall();
   if (traits.float_x) {
     if (traits.folds) return kFloatFolded;
-    if (traits.packed) return tall ? kFloatInt4Tall : kFloatInt4;
+    if (traits.packed) return tile.warpgroups() == 4 ? kFloatInt4Four : tall ? kFloatInt4Tall : kFloatInt4;
     return tall ? kFloatEightBitsTall : kFloatEightBits;
   }
   if (!traits.packed) {

@@ -20,16 +20,20 @@ struct RawOperand<__nv_bfloat16, Format::kFp4, true, rows, steps> {
   uint4 words[kTiles];
   uint32_t scales[steps];  // rows g and g + 8, per 16 columns
 
-  // `from`: output of make_fp4_scales().
+  // Offsets of a lane's words in W, and of its scales in the output of make_fp4_scales().
+  static __device__ __forceinline__ uint32_t word_offset(int warp, int lane) {
+    return word_offset_of<kTiles>(warp, lane);
+  }
+  static __device__ __forceinline__ uint32_t scale_offset(int warp, int lane) { return (warp * 8 + lane / 4) * 4; }
+
   template <int groups>
-  __device__ __forceinline__ void load(uint32_t weight, uint32_t from, uint32_t, int warp, int lane) {
+  __device__ __forceinline__ void load(uint32_t of_words, uint32_t of_scales, uint32_t) {
     constexpr int kSpan = steps / groups;
-    from += (warp * 8 + lane / 4) * 4;
 #pragma unroll
     for (int i = 0; i < steps; ++i) {
-      scales[i] = i % kSpan == 0 ? ptx::load_shared_word(from + i / kSpan * (rows * 2)) : scales[i - 1];
+      scales[i] = i % kSpan == 0 ? ptx::load_shared_word(of_scales + i / kSpan * (rows * 2)) : scales[i - 1];
     }
-    load_words(words, weight, warp, lane);
+    load_words(words, of_words);
   }
   __device__ __forceinline__ void convert(Operand<steps>& a) const {
     using T = __nv_bfloat16;

@@ -69,11 +69,17 @@ __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
 }
 // Loads a lane's nibbles of a warp's row tile, in tiles of 64 k.
 template <int tiles>
-__device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t weight, int warp, int lane) {
+__device__ __forceinline__ uint32_t word_offset_of(int warp, int lane) {
+  return warp * (tiles * int4::kTileBytes) + lane * 16;
+}
+template <int tiles>
+__device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t of_words) {
 #pragma unroll
-  for (int tile = 0; tile < tiles; ++tile) {
-    words[tile] = ptx::load_shared_16(weight + (warp * tiles + tile) * int4::kTileBytes + lane * 16);
-  }
+  for (int tile = 0; tile < tiles; ++tile) words[tile] = ptx::load_shared_16(of_words + tile * int4::kTileBytes);
+}
+template <int tiles>
+__device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t weight, int warp, int lane) {
+  load_words(words, weight + word_offset_of<tiles>(warp, lane));
 }
 
 // int4 in two tiles of 64 k to int8: 16 (q - 8). A nibble with flipped top bit is q - 8 in two's complement.
@@ -201,8 +207,8 @@ struct Nibble<__nv_bfloat16, high> {
 };
 
 // (q - zero) scale, rounded once. Let q' = q - (the part of zero representable in T next to kBase), exact. The result
-// is scale q' + (rest q' + shift): `rest` is the rounding error of the scale in T, `shift` that of zero, scaled. Both
-// are usually 0.
+// is scale q' + (rest q' + shift): `rest` is the rounding error of the scale in T, usually 0, `shift` that of zero,
+// scaled.
 struct RowScale {  // one row of W and group, values of T: scale << 16 | offset, shift << 16 | rest
   uint32_t main, rest;
 };
@@ -224,15 +230,21 @@ struct RawOperand<T, Format::kInt4, true, rows, steps> {
 
   uint4 words[kTiles];
   uint2 main[steps / 2], rest[steps / 2];  // RowScale per 32 columns: rows g and g + 8
-  bool has_rest;                           // any row of the tile has a rest; else `rest` is not loaded
+  bool has_rest;                           // the scale of any row of the tile
 
-  // `from`: output of make_scales(), [group of the k-tile][main, rest][row tile][g][g, g + 8].
+  // Offsets of a lane's words in W, and of its scales in the output of make_scales(), [group of the k-tile][main,
+  // rest][row tile][g][g, g + 8].
+  static __device__ __forceinline__ uint32_t word_offset(int warp, int lane) {
+    return word_offset_of<kTiles>(warp, lane);
+  }
+  static __device__ __forceinline__ uint32_t scale_offset(int warp, int lane) { return (warp * 8 + lane / 4) * 8; }
+
   template <int groups>
-  __device__ __forceinline__ void load(uint32_t weight, uint32_t from, uint32_t rest_flag, int warp, int lane) {
+  __device__ __forceinline__ void load(uint32_t of_words, uint32_t of_scales, uint32_t rest_flag) {
+    load<groups>(main, of_scales);
+    load<groups>(rest, of_scales + rows * kRestBytes);
+    load_words(words, of_words);
     has_rest = ptx::load_shared_word(rest_flag) != 0;
-    load<groups>(main, from + (warp * 8 + lane / 4) * 8);
-    load_words(words, weight, warp, lane);
-    if (has_rest) load<groups>(rest, from + rows * kRestBytes + (warp * 8 + lane / 4) * 8);
   }
   template <int groups>
   static __device__ __forceinline__ void load(uint2 (&to)[steps / 2], uint32_t from) {
@@ -264,9 +276,9 @@ struct RawOperand<T, Format::kInt4, true, rows, steps> {
                                  whole_numbers<false>(upper, of[0]), whole_numbers<true>(upper, of[1])};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        uint32_t less = 0x80008000;  // minus zero
-        if (exactly) less = Half<T>::multiply_add(whole[i], pair_of_low(cut[i % 2]), pair_of_high(cut[i % 2]));
-        a[step][i] = Half<T>::multiply_add(whole[i], pair_of_high(of[i % 2]), less);
+        uint32_t added = pair_of_high(cut[i % 2]);
+        if (exactly) added = Half<T>::multiply_add(whole[i], pair_of_low(cut[i % 2]), added);
+        a[step][i] = Half<T>::multiply_add(whole[i], pair_of_high(of[i % 2]), added);
       }
     }
   }

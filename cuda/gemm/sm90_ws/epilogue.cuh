@@ -260,6 +260,37 @@ __device__ __forceinline__ uint32_t y_address(uint32_t chunk, int token, int eig
   return chunk + token * kTokenBytes + ((K::kPingPong ? eight ^ token % 8 : eight) << 4);
 }
 
+// Gated: the warpgroups of up pass their sums through the buffers of y to those of gate, which return true.
+template <typename K, typename Sum>
+__device__ __forceinline__ bool apply_gate(const Params& p, Sum (&sum)[K::kTilesM][4], uint32_t buffers,
+                                           uint32_t of_rows) {
+  constexpr int kPairs = K::kWarpgroups / 2, kTiles = kChunkTokens / 8, kFirstBarrier = 2 + K::kWarpgroups;
+  constexpr int kBufferBytes = K::kStage.chunks * K::kStage.chunk_bytes;
+  static_assert(K::kWarpgroups % 2 == 0 && kTiles * 4 * 128 * 4 <= kBufferBytes);
+  const int thread = threadIdx.x % 128, warpgroup = threadIdx.x / 128, pair = warpgroup % kPairs;
+  const bool is_gate = warpgroup < kPairs;
+  wait_for_scales(warpgroup);
+  const Rows<!K::kFloatX, 2, 8> rows(p, of_rows, thread / 32 * 16 + thread % 32 / 4);
+  const uint32_t place = buffers + (kPairs + pair) * kBufferBytes + thread * 4;
+#pragma unroll
+  for (int chunk = 0; chunk < K::kTokens / kChunkTokens; ++chunk) {
+    const auto each = [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < kTiles * 4; ++i) use(sum[chunk * kTiles + i / 4][i % 4], i % 4 / 2, place + i * 128 * 4);
+    };
+    if (!is_gate) each([&](Sum up, int e, uint32_t at) { ptx::store_shared_float(at, rows.finish(e, up, 1, 0)); });
+    ptx::named_barrier(kFirstBarrier + pair, 256);
+    if (is_gate) {
+      each([&](Sum& gate, int e, uint32_t at) {
+        const float x = rows.finish(e, gate, 1, 0);
+        gate = __fdividef(x, 1 + expf(-x)) * ptx::load_shared_float(at);
+      });
+    }
+    ptx::named_barrier(kFirstBarrier + pair, 256);
+  }
+  return is_gate;
+}
+
 // Stores a tile as 16-bit values, in chunks of tokens through multiple buffers: scaled in registers, transposed by
 // stmatrix, then stored eight rows of W at a time or by TMA. TMA may still read shared memory on return.
 template <typename K, typename Sum>
@@ -285,8 +316,10 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
         const Tokens<K> x(p, at.tokens, eight * 8 + lane % 4 * 2);
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
-          float low = rows.finish(high, static_cast<float>(sum[eight][2 * high]), x.scale.x, x.zero.x);
-          float next = rows.finish(high, static_cast<float>(sum[eight][2 * high + 1]), x.scale.y, x.zero.y);
+          float low = static_cast<float>(sum[eight][2 * high]), next = static_cast<float>(sum[eight][2 * high + 1]);
+          if constexpr (!K::kGated) {
+            low = rows.finish(high, low, x.scale.x, x.zero.x), next = rows.finish(high, next, x.scale.y, x.zero.y);
+          }
           if constexpr (K::kGrouped) low *= x.factor.x, next *= x.factor.y;
           pairs[2 * i + high] = pack(low, next, half);
         }

@@ -79,10 +79,11 @@ bool waits_for_bytes(const Problem& problem, const Traits& traits, int tokens) {
 // k-tiles that take as long as a ping-pong epilogue.
 constexpr int64_t kEpilogueKTiles = 12;
 
-// Microseconds of a kernel boundary that costs measured in chains of equal products lack.
-constexpr double kLaunch = 1;
+constexpr double kGateKernel = 2.5;  // microseconds that SiLU(gate) * up takes as a kernel
 
-int64_t row_blocks(std::span<const int64_t> rows, int tile_rows) {
+// Row tiles of several weights. Gated, a tile has equally many rows of both.
+int64_t row_blocks(std::span<const int64_t> rows, int tile_rows, bool gated) {
+  if (gated) return ceil_div(rows[0], tile_rows / 2);
   int64_t blocks = 0;
   for (const int64_t n : rows) blocks += ceil_div(n, tile_rows);
   return blocks;
@@ -97,6 +98,7 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
     const int tokens = tile.tokens;
     const Traits traits = traits_of(problem, tile);
     if (!traits.serves(tile) || (problem.batch_invariant && !keep_order(problem, traits))) continue;
+    if (tile.one_group() && problem.groups() > 1 && problem.group_size < traits.tile_k(tile)) continue;
     const int64_t steps = ceil_div(problem.k, traits.tile_k(tile)) * (is_split(problem) ? kFloat32Parts : 1);
     const int64_t token_blocks = ceil_div(problem.m, tokens);
     if (tile.ping_pong) {  // ping-pong hides all epilogues but the last
@@ -223,26 +225,27 @@ bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
 
 bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan) {
   if (!is_hopper(gpu) || !is_float_int4(problem) || problem.x_dtype != DType::kBFloat16) return false;
-  if (problem.normed || problem.gated || problem.batch_invariant) return false;
-  if (rows.size() < 2 || rows.size() > kMaxParts) return false;
-  double separate = 0;  // microseconds
+  if (problem.normed || problem.batch_invariant) return false;
+  if (rows.size() < 2 || rows.size() > kMaxParts || std::ranges::min(rows) < 1) return false;
+  double separate = problem.gated ? kGateKernel : 0;  // microseconds
   for (const int64_t n : rows) {
     Problem one = problem;
     one.n = n;
+    one.gated = false;
     if (against(one, gpu) != nullptr) return false;
     separate += best_choice(one, gpu).microseconds;
   }
   const Best best = best_choice(problem, gpu, [&](Choice& choice) {
     const Tile tile = kTiles[choice.row];
-    if (!merges_in(tile) || choice.splits_last) return false;
+    if (!merges_in(tile, problem.gated) || choice.splits_last) return false;
+    if (problem.gated && (choice.split > 1 || choice.tile_rows < tile.rows)) return false;
     // A weight's last row block may be partial, so there may be more than those of one weight of all rows.
     const int64_t per_block = ceil_div(problem.m, tile.tokens) * choice.split, slots = slots_of(gpu, choice.split);
     const int64_t waves = ceil_div(ceil_div(problem.n, choice.tile_rows) * per_block, slots);
-    choice.ctas = row_blocks(rows, choice.tile_rows) * per_block;
+    choice.ctas = row_blocks(rows, choice.tile_rows, problem.gated) * per_block;
     return ceil_div(choice.ctas, slots) == waves;
   });
-  const double saved = kLaunch * static_cast<double>(rows.size() - 1);
-  if (best.microseconds >= separate + saved) return false;
+  if (best.microseconds >= separate) return false;
   fill(problem, gpu, best.choice, plan);
   plan->reason = "several weights in one kernel on Hopper: wgmma";
   return true;

@@ -4,7 +4,6 @@
 #include <span>
 #include <vector>
 
-#include "gemm/sm90_ws/kernel_traits.h"
 #include "qao/grouped_gemm.h"
 
 namespace qao::gemm::sm90_ws {
@@ -16,8 +15,6 @@ const char* against(const Problem& problem, const Gpu& gpu);
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 // Reason why the kernels cannot run the problem; null if they can.
 const char* unfit(const Problem& problem);
-// Tiles in which one kernel multiplies x with several weights.
-constexpr bool merges_in(Tile tile) { return tile.tokens <= 128 && !tile.ping_pong; }
 // Plan of one kernel for weights of `rows` out_features each; false if one kernel for each is as fast.
 bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gpu& gpu, Plan* plan);
 // Plan of a grouped GEMM; false without Hopper, without a kernel, or with few rows per expert.

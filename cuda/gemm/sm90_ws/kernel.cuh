@@ -1,6 +1,6 @@
 // Persistent, warp-specialized WGMMA kernel: W is the 64-row A operand, x the B operand.
 //
-// A producer thread keeps a ring of pipeline stages filled by TMA, one k-tile of x and W each. Two or three consumer
+// A producer thread keeps a ring of pipeline stages filled by TMA, one k-tile of x and W each. Two to four consumer
 // warpgroups own 64 rows of W each. int8 x int8 and fp8 x fp8 run from shared memory. Where W needs conversion (int4,
 // or 8 bits with float x), a warpgroup converts the next k-tile in registers while the tensor cores work on the current
 // one. CTAs are persistent: a tile's first k-tiles load during the previous epilogue.

@@ -33,9 +33,11 @@ struct Kernel {
   static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
   static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // a warpgroup has 64 tokens; else it has 64 rows of W
   static constexpr bool kOneHalf = kFolds && tokens == 256;       // registers for products of half of the tokens only
-  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped, fold == Fold::kPromote};
+  static constexpr Traits kTraits{kFloatX, kPacked,  weight == Format::kFp4, columns,
+                                  kFolds,  kSwapped, fold == Fold::kPromote};
   static constexpr Tile kTile{rows, tokens, ping_pong};
-  static constexpr bool kPingPong = ping_pong, kGrouped = grouped, kMerged = false;
+  static constexpr bool kOneGroup = kTile.one_group();
+  static constexpr bool kPingPong = ping_pong, kGrouped = grouped, kMerged = false, kGated = false;
   static constexpr int kSharers = kTile.sharers();
   using Params = std::conditional_t<grouped, GroupedParams, sm90_ws::Params>;
   using Maps = TensorMaps;
@@ -48,17 +50,18 @@ struct Kernel {
                        kThreads = kConsumerThreads + kProducerThreads;
   // All threads start with equal register counts; consumers take exactly the registers that producers give up.
   static constexpr int kProducerRegisters = kMakesScales ? 56 : 40;
-  static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kMakesScales ? 224 : 232;
+  static constexpr int kConsumerRegisters = kWarpgroups == 4 ? 104 : kWarpgroups == 3 ? 152 : kMakesScales ? 224 : 232;
   static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles per panel
   static constexpr int kEndRows = expert_end_rows(tokens);
 };
 
-// The dense kernel K for several weights of one x.
-template <typename K>
+// The dense kernel K for several weights of one x. `gated`: for gate and up. A tile has equally many rows of each, and
+// y is SiLU(gate) * up.
+template <typename K, bool gated>
 struct MergedKernel : K {
   static_assert(K::kScalesOperand && !K::kPingPong && !K::kGrouped, "no other roles look up a weight");
-  static constexpr bool kMerged = true;
+  static constexpr bool kMerged = true, kGated = gated;
   using Params = MergedParams;
   using Maps = MergedTensorMaps;
 };

@@ -28,6 +28,8 @@ struct Tile {
     return ping_pong ? kPingPongCluster : 1;
   }  // CTAs of the cluster that multicast a part of x each
   constexpr bool tall() const { return rows > 2 * kWarpgroupRows; }
+  // Three or four consumer warpgroups for few tokens. Registers and stages suffice for one group of W per k-tile.
+  constexpr bool one_group() const { return tall() && tokens < 128; }
   constexpr bool between() const { return (tokens & (tokens - 1)) != 0; }  // not a power of two
 };
 
@@ -35,6 +37,7 @@ struct Tile {
 struct Traits {
   bool float_x;
   bool packed;    // W is int4 or fp4
+  bool fine;      // W is fp4, with several groups per k-tile
   bool columns;   // promotion needs a value per token: a sum or a scale of x
   bool folds;     // promotes to a second set of accumulators in the mainloop
   bool swapped;   // swap-AB: tokens are the 64-row operand, rows of W the columns, equal in number
@@ -45,6 +48,7 @@ struct Traits {
   // at a time.
   constexpr bool serves(Tile tile) const {
     if (tile.ping_pong) return !(float_x || packed || folds);
+    if (tile.one_group()) return float_x && packed && !fine && !folds;
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
     if (packed && promoted) return !tile.between();
@@ -52,13 +56,17 @@ struct Traits {
   }
   // Columns per k-tile. Overhead per k-tile does not depend on the number of tokens, so small tiles have long k-tiles.
   constexpr int tile_k(Tile tile) const {
-    return !float_x || (!folds && tile.tokens <= 128 && !tile.tall()) ? 128 : 64;
+    return !float_x || (!folds && tile.tokens <= 128 && (!tile.tall() || tile.one_group())) ? 128 : 64;
   }
 };
 // Tokens per TMA box of x in an expert's last tile, if it has few tokens or would reach past the last row.
 constexpr int expert_end_rows(int tokens) { return std::max(8, tokens / 4); }
 // Each warpgroup has 64 rows of W and the same 64 tokens, or 64 tokens and the same 128 rows.
 constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens == 2 * kWarpgroupRows; }
+// Tiles in which one kernel multiplies x with several weights. Gated, half of the warpgroups have rows of gate.
+constexpr bool merges_in(Tile tile, bool gated) {
+  return tile.tokens <= 128 && !tile.ping_pong && (!gated || tile.warpgroups() % 2 == 0);
+}
 
 constexpr Tile kTiles[] = {
 #define QAO_TILE(rows, tokens, ping_pong) {rows, tokens, ping_pong},
@@ -87,10 +95,10 @@ struct Stage {
   constexpr Stage(const Traits& t, Tile tile, bool grouped = false)
       : x(tile.tokens * t.tile_k(tile) * (t.float_x ? 2 : 1)),
         weight(tile.rows * t.tile_k(tile) / (t.packed ? 2 : 1)),
-        scales(t.packed ? t.tile_k(tile) / 32 * tile.rows * 2 * 4
+        scales(t.packed ? (tile.one_group() ? 1 : t.tile_k(tile) / 32) * tile.rows * 2 * 4
                         : 0),  // groups of 32, scale and zero point, float32 at most
         columns(t.columns               ? (t.packed ? 2 : 1) * tile.tokens * 4
-                : t.packed && t.float_x ? t.tile_k(tile) / 32 * tile.rows * kRowScaleBytes
+                : t.packed && t.float_x ? (tile.one_group() ? 1 : t.tile_k(tile) / 32) * tile.rows * kRowScaleBytes
                                         : 0),
         chunk_bytes(tile.ping_pong ? kSwizzledChunkBytes : kChunkBytes),
         chunks(tile.ping_pong ? 3 : 2),
@@ -158,7 +166,8 @@ struct Formats {
   constexpr Traits traits() const {
     const bool float_x = x != XKind::kInt8 && x != XKind::kFp8;
     const bool swapped = fold == Fold::kBlock && !float_x && !columns;
-    return {float_x, is_packed(weight), columns, fold != Fold::kNone, swapped, fold == Fold::kPromote};
+    return {float_x, is_packed(weight),     weight == Format::kFp4, columns, fold != Fold::kNone,
+            swapped, fold == Fold::kPromote};
   }
 };
 constexpr Formats kRows[] = {

@@ -4,7 +4,6 @@
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "gemm/launch.h"
-#include "gemm/sm90_ws/heuristics.h"
 #include "gemm/sm90_ws/kernel.cuh"
 #include "gemm/sm90_ws/make_params.h"
 
@@ -14,17 +13,18 @@ namespace {
 using MergedFunction = void (*)(MergedParams, MergedTensorMaps);
 
 // Null if plan_merged() never selects this tile.
-template <int rows, int tokens, bool ping_pong>
+template <bool gated, int rows, int tokens, bool ping_pong>
 constexpr MergedFunction of_tile() {
-  if constexpr (merges_in(Tile{rows, tokens, ping_pong})) {
-    return &sm90_ws_merged<
-        MergedKernel<Kernel<__nv_bfloat16, Format::kInt4, Fold::kNone, false, rows, tokens, ping_pong>>>;
+  if constexpr (merges_in(Tile{rows, tokens, ping_pong}, gated)) {
+    using Dense = Kernel<__nv_bfloat16, Format::kInt4, Fold::kNone, false, rows, tokens, ping_pong>;
+    return &sm90_ws_merged<MergedKernel<Dense, gated>>;
   } else {
     return nullptr;
   }
 }
+template <bool gated>
 constexpr MergedFunction kMergedKernels[] = {
-#define QAO_TILE(rows, tokens, ping_pong) of_tile<rows, tokens, ping_pong>(),
+#define QAO_TILE(...) of_tile<gated, __VA_ARGS__>(),
 #include "gemm/sm90_ws/tiles.inc"
 #undef QAO_TILE
 };
@@ -36,6 +36,8 @@ Status launch_merged(const Problem& problem, const Plan& plan, const Arguments& 
   MergedParams p{params_of(problem, plan, arguments, x), {}};
   MergedTensorMaps maps{};
   if (Status status = make_token_maps(problem, plan, x, p, &maps); !status.ok()) return status;
+  Params of_box = p;
+  if (problem.gated) of_box.tile_rows /= 2;
   p.row_blocks = 0;
   for (size_t i = 0; i < kMaxParts; ++i) {
     p.of[i].first_block = i < parts.size() ? p.row_blocks : INT_MAX;
@@ -43,15 +45,15 @@ Status launch_merged(const Problem& problem, const Plan& plan, const Arguments& 
     const Part& part = parts[i];
     p.of[i].n = static_cast<int>(part.n), p.of[i].bias = part.bias, p.of[i].y = part.y;
     if (part.bias != nullptr) p.bias = part.bias;  // tells that any has one
-    p.row_blocks += static_cast<int>(ceil_div(part.n, plan.tile_n));
-    if (Status status = make_weight_maps(problem, plan, p, part.weight, part.scales, part.n, 1, &maps.of[i].weight,
+    if (!problem.gated || i == 0) p.row_blocks += static_cast<int>(ceil_div(part.n, of_box.tile_rows));
+    if (Status status = make_weight_maps(problem, plan, of_box, part.weight, part.scales, part.n, 1, &maps.of[i].weight,
                                          &maps.of[i].scales);
         !status.ok()) {
       return status;
     }
   }
   p.whole_tiles = p.row_blocks * p.token_blocks;
-  const MergedFunction kernel = kMergedKernels[plan.config];
+  const MergedFunction kernel = problem.gated ? kMergedKernels<true>[plan.config] : kMergedKernels<false>[plan.config];
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
                 static_cast<cudaStream_t>(stream)};

@@ -46,6 +46,10 @@ __device__ __forceinline__ void prefetch_weight(const Params& p, const typename 
   if constexpr (K::kPacked) {
     tma::prefetch_3d(weight_map<K>(maps, at), 0, kPackedTiles * k_tile, weight_row<K>(p, at));
     tma::prefetch_3d(scales_map<K>(maps, at), 0, first_group(p, k_tile), weight_row<K>(p, at));
+    if constexpr (K::kGated) {
+      tma::prefetch_3d(&maps.of[1].weight, 0, kPackedTiles * k_tile, weight_row<K>(p, at));
+      tma::prefetch_3d(&maps.of[1].scales, 0, first_group(p, k_tile), weight_row<K>(p, at));
+    }
   } else {
     tma::prefetch_3d(weight_map<K>(maps, at), k_tile * K::kTileK, 0, weight_row<K>(p, at));
   }
@@ -94,9 +98,16 @@ __device__ __forceinline__ void produce(const Params& p, const typename K::Maps&
             const uint32_t scales_barrier = K::kMakesScales ? ring.scales_arrived() : barrier;
             tma::barrier_expect(scales_barrier, K::kMakesScales ? scale_bytes : bytes);
             tma::load_3d(weight + K::kStage.weight, scales, 0, first_group(p, k_tile), row0, scales_barrier);
+            if constexpr (K::kGated) {
+              tma::load_3d(weight + K::kStage.weight + scale_bytes / 2, &maps.of[1].scales, 0, first_group(p, k_tile),
+                           row0, scales_barrier);
+            }
           }
           if (K::kMakesScales) tma::barrier_expect(barrier, bytes);
           tma::load_3d(weight, weights, 0, kPackedTiles * k_tile, row0, barrier);
+          if constexpr (K::kGated) {
+            tma::load_3d(weight + K::kStage.weight / 2, &maps.of[1].weight, 0, kPackedTiles * k_tile, row0, barrier);
+          }
         } else {
           tma::barrier_expect(barrier, bytes);
           tma::load_3d(weight, weights, k_tile * K::kTileK, 0, row0, barrier);
@@ -127,7 +138,7 @@ __device__ __forceinline__ void produce(const Params& p, const typename K::Maps&
 
 constexpr int kHelperThreads = kProducerThreads - 32;
 
-// Converts the scales of one group of a tile's rows, two pairs of rows per lane. Returns whether any has a rest.
+// Converts the scales of one group of a tile's rows, two pairs of rows per lane. Returns whether any scale has a rest.
 template <typename T, int rows, DType dtype>
 __device__ __forceinline__ bool make_scales(const Params& p, int lane, uint32_t from, uint32_t to) {
   constexpr int kLanes = 4;  // lanes per row tile
@@ -148,7 +159,7 @@ __device__ __forceinline__ bool make_scales(const Params& p, int lane, uint32_t 
   to += lane * 2 * 2 * 4;
   ptx::store_shared_16(to, {made[0][0].main, made[0][1].main, made[1][0].main, made[1][1].main});
   ptx::store_shared_16(to + rows * kRestBytes, {made[0][0].rest, made[0][1].rest, made[1][0].rest, made[1][1].rest});
-  return (rest & 0x7FFF7FFF) != 0;
+  return (rest & 0x7FFF) != 0;
 }
 // All groups of a k-tile.
 template <typename K, DType dtype>

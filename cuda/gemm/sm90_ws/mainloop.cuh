@@ -31,6 +31,7 @@ struct Consumer {
   std::conditional_t<K::kRowScales, RowScaledOperand<T>,
                      RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps>>
       raw;
+  uint32_t words_offset, scales_offset;  // kScalesOperand: of this lane, in a stage
   std::conditional_t<K::kSwapped, TokenScales<K>, int> token_scales;
   const float* block_scales;  // of this warpgroup's rows of W
   float block_scale, next_block_scale;
@@ -41,7 +42,7 @@ struct Consumer {
     tma::barrier_wait(ring.arrived(), ring.parity);
     const uint32_t weight = ring.address() + K::kStage.x;
     if constexpr (K::kScalesOperand) {
-      raw.template load<groups>(weight, weight + K::kStage.weight + K::kStage.scales, ring.rest(), warp, lane);
+      raw.template load<groups>(ring.address() + words_offset, ring.address() + scales_offset, ring.rest());
     } else if constexpr (K::kFromRegisters && K::kFloatX && K::kPacked) {
       raw.load(p, weight, weight + K::kStage.weight, warp, lane);
     } else if constexpr (K::kRowScales) {
@@ -308,7 +309,14 @@ struct Consumer {
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
     // Prologue: fetch scales
     ptx::wait_for_previous_kernel();
-    fetch_scales<K>(p, rows(), tokens(), at, row0(at));
+    Place own = at;
+    if constexpr (K::kGated) own.weight = warp / 4 / (K::kWarpgroups / 2);
+    fetch_scales<K>(p, rows(), tokens(), own, row0(at));
+    if constexpr (K::kScalesOperand) {  // kept in registers: computing them delays the first loads of each k-tile
+      const uint32_t weight = K::kStage.x;
+      words_offset = ptx::opaque(weight + raw.word_offset(warp, lane));
+      scales_offset = ptx::opaque(weight + K::kStage.weight + K::kStage.scales + raw.scale_offset(warp, lane));
+    }
     if constexpr (K::kSwapped) {
       token_scales.place(p, at, row0(at));
     } else if constexpr (K::kFold == Fold::kBlock) {
@@ -324,6 +332,8 @@ struct Consumer {
         } else {
           walk_scaling<K::kSteps / 2>(at.begin, at.end);
         }
+      } else if constexpr (K::kOneGroup) {
+        walk_scaling<1>(at.begin, at.end);
       } else if constexpr (K::kScalesOperand) {
         if (p.groups_per_tile == 1) {
           walk_scaling<1>(at.begin, at.end);
@@ -367,21 +377,26 @@ struct Consumer {
   __device__ __forceinline__ uint32_t tokens() const {
     return ring.data + K::kStage.tokens + warp / 4 * K::kStage.token_floats * K::kTokens * 4;
   }
-  __device__ __forceinline__ int row0(const Place& at) const { return at.row_block * p.tile_rows + warp / 4 * 64; }
+  __device__ __forceinline__ int row0(const Place& at) const {
+    const int warpgroup = K::kGated ? warp / 4 % (K::kWarpgroups / 2) : warp / 4;
+    return at.row_block * rows_in_tile<K>(p) + warpgroup * 64;
+  }
 
   // Float x implies the dtype of y; bfloat16 parts imply float32.
   template <typename Sum>
-  __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, const Place& at) const {
+  __device__ __forceinline__ void write(Sum& result, uint32_t epilogue, const Place& at) const {
     constexpr bool kFloatY = !K::kFloatX || K::kFolds, kHalfY = !K::kFloatX || !K::kFolds || K::kFold == Fold::kBlock;
     const Target target{rows(),
                         tokens(),
                         first_token<K>(at),
                         last_token<K>(p, at),
                         row0(at),
-                        min(rows_of<K>(p, at.weight), (at.row_block + 1) * p.tile_rows),
+                        min(rows_of<K>(p, at.weight), (at.row_block + 1) * rows_in_tile<K>(p)),
                         at.split_k,
                         at.weight};
-    if (!K::kGrouped && at.split_k > 1) {
+    if constexpr (K::kGated) {
+      if (apply_gate<K>(p, result, epilogue, rows())) write_half_result<K>(p, y_map, result, epilogue, target);
+    } else if (!K::kGrouped && at.split_k > 1) {
       // The tile overlays the pipeline stages, so wait until all warpgroups are done with them.
       ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);
       write_split_result<K>(p, result, ring.data, target);

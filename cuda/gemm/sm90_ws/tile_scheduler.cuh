@@ -26,6 +26,11 @@ template <typename K>
 __device__ __forceinline__ int64_t last_token(const Params& p, const Place& at) {  // exclusive
   return K::kGrouped ? at.rows.end : p.m;
 }
+// Rows of a weight in a tile.
+template <typename K>
+__device__ __forceinline__ int rows_in_tile(const Params& p) {
+  return K::kGated ? p.tile_rows / 2 : p.tile_rows;
+}
 // Rows of W and y of the GEMM that a tile belongs to.
 template <typename K>
 __device__ __forceinline__ int rows_of(const Params& p, int weight) {
@@ -69,7 +74,7 @@ __device__ __forceinline__ Place place(const Params& p, uint32_t shared, int tur
     const int part = at.split_k > 1 ? ptx::cluster_rank() : 0;
     at.begin = quotient(steps * part, at.split_k), at.end = quotient(steps * (part + 1), at.split_k);
   }
-  if constexpr (K::kMerged) {
+  if constexpr (K::kMerged && !K::kGated) {
     const MergedParams& merged = static_cast<const MergedParams&>(p);
 #pragma unroll
     for (int i = 1; i < kMaxParts; ++i) at.weight += at.row_block >= merged.of[i].first_block;
@@ -105,7 +110,7 @@ template <typename K>
 __device__ __forceinline__ int weight_row(const Params& p, const Place& at) {
   if constexpr (K::kPacked) {
     const int row_tiles = (p.n + int4::kTileN - 1) / int4::kTileN;
-    return of_expert<K>(at, row_tiles) + at.row_block * (p.tile_rows / int4::kTileN);
+    return of_expert<K>(at, row_tiles) + at.row_block * (rows_in_tile<K>(p) / int4::kTileN);
   }
   return of_expert<K>(at, p.n) + at.row_block * p.tile_rows;
 }
