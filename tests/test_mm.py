@@ -69,6 +69,20 @@ def test_tall_tiles(m: int, n: int, x_dtype: torch.dtype, device: str) -> None:
         check(INT4, Case(m, n, 384, Int4Format(128, zeros, scale_dtype), x_dtype, torch.float32), device)
 
 
+@pytest.mark.parametrize("x_dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("m, n", [(17, 100), (32, 512), (50, 1026), (100, 64)])
+def test_long_k(m: int, n: int, x_dtype: torch.dtype, device: str) -> None:
+    """Layers with few rows and many columns, where Hopper sums slices of K by a second kernel."""
+    for scheme, formats in (
+        (INT4, (Int4Format(128, "float"), Int4Format(32, "none", torch.float32))),
+        (FP4, FP4.formats),
+    ):
+        if scheme is FP4 and x_dtype is not torch.bfloat16:
+            continue
+        for fmt, bias in zip(formats, (torch.bfloat16, None), strict=False):
+            check(scheme, Case(m, n, 7296, fmt, x_dtype, bias), device)
+
+
 @every_kind
 @every_scheme
 def test_error_of_quantizing_x(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) -> None:

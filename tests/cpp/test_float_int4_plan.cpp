@@ -447,6 +447,10 @@ TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the ti
   CHECK(kernel_name(planned(32, 33000, 384)) == "sm90_ws_w4a16_256x32");
   CHECK(kernel_name(planned(50, 25300, 384)) == "sm90_ws_w4a16_192x64");
   CHECK(kernel_name(planned(64, 33000, 384)) == "sm90_ws_w4a16_256x64");
+  const Plan deep = planned(32, 4096, 14336);  // few row tiles and a long K: a second kernel adds slices of K
+  CHECK(deep.partials > 1);
+  CHECK(deep.ctas > 66);
+  CHECK(deep.workspace_bytes >= 4 * deep.partials * 32 * 4096);
   const Plan middle = planned(128, 8192, 8192), large = planned(4096, 28672, 4096);
   CHECK(middle.tile_m == 128);
   CHECK(middle.split_k == 2);

@@ -230,6 +230,26 @@ __device__ __forceinline__ void write_float_result(const Params& p, const Sum (&
   ptx::named_barrier(1 + threadIdx.x / 128, 128);  // before the scales are overwritten
 }
 
+// Stores the scaled sums of a slice of K, without the bias.
+template <typename K, typename Sum>
+__device__ __forceinline__ void write_slice(const Params& p, const Sum (&sum)[K::kTilesM][4], const Target& at,
+                                            int slice) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, n = at.row0 + row;
+  wait_for_scales(threadIdx.x / 128);
+  const Rows<!K::kFloatX, 2, 8> rows(p, at.rows, row);
+  const int64_t token0 = at.token0 + lane % 4 * 2, count = at.token_end - token0;
+  float* to = p.partials + (slice * p.m + token0) * p.n + n;
+#pragma unroll
+  for (int j = 0; j < K::kTilesM; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (j * 8 + e % 2 >= count || n + e / 2 * 8 >= at.row_end) continue;
+      to[static_cast<int64_t>(j * 8 + e % 2) * p.n + e / 2 * 8] = rows.scale[e / 2] * static_cast<float>(sum[j][e]);
+    }
+  }
+  ptx::named_barrier(1 + threadIdx.x / 128, 128);  // before the scales are overwritten
+}
+
 __device__ __forceinline__ uint32_t pack(float low, float high, bool half) {
   const __half2 halves = __floats2half2_rn(low, high);
   const __nv_bfloat162 bfloats = __floats2bfloat162_rn(low, high);

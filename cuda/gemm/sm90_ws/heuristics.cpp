@@ -66,6 +66,8 @@ struct Choice {
   int64_t ctas = 0;
   bool splits_last = false;
   Terms counts{};
+  int slices = 1;           // of K, added by a second kernel
+  double microseconds = 0;  // of that kernel
 };
 
 // Fraction of a k-tile's time that is proportional to its rows of W.
@@ -80,6 +82,20 @@ bool waits_for_bytes(const Problem& problem, const Traits& traits, int tokens) {
 constexpr int64_t kEpilogueKTiles = 12;
 
 constexpr double kGateKernel = 2.5;  // microseconds that SiLU(gate) * up takes as a kernel
+
+constexpr int64_t kMaxSlices = 16;
+
+// Whether the kernels can leave sums of slices of K to a second kernel.
+bool may_slice(const Problem& problem, const Traits& traits) {
+  return traits.float_x && traits.packed && !traits.folds && !problem.batch_invariant;
+}
+// What the second kernel takes, fitted to sweeps on an H200: its launch, each slice, and the sums through the L2. It
+// starts later where the GEMM kernel leaves no SM to it.
+double add_slices_microseconds(const Problem& problem, const Gpu& gpu, int slices, int64_t ctas) {
+  constexpr double kStart = 1.5, kFull = 1.5, kSlice = 0.2, kBytesPerMicrosecond = 4e6;
+  const double bytes = 8.0 * static_cast<double>(slices * problem.m * problem.n);
+  return kStart + (10 * ctas > 9 * gpu.num_sms ? kFull : 0.0) + kSlice * slices + bytes / kBytesPerMicrosecond;
+}
 
 // Row tiles of several weights. Gated, a tile has equally many rows of both.
 int64_t row_blocks(std::span<const int64_t> rows, int tile_rows, bool gated) {
@@ -131,6 +147,17 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
         const Terms counts = {k_tiles, static_cast<double>(waves), 1, kLastSplit};
         visit(Choice{row, split, tile.rows, pairs * kLastSplit, true, counts});
       }
+      // A second kernel adds slices of K, which unlike CTAs of a cluster may run on any SM.
+      const int64_t tiles = ctas_of(tile.rows);
+      for (int slices = 2; split == 1 && may_slice(problem, traits) && slices <= std::min<int64_t>(kMaxSlices, steps);
+           ++slices) {
+        if (tiles * slices > gpu.num_sms) break;
+        Choice choice{
+            row, 1, tile.rows, tiles * slices, false, {static_cast<double>(ceil_div(steps, slices)), 1, 0, 0}};
+        choice.slices = slices;
+        choice.microseconds = add_slices_microseconds(problem, gpu, slices, tiles * slices);
+        visit(choice);
+      }
       // With fewer rows, a warpgroup of a tall tile would idle. Warpgroups of swap-AB tiles may share all rows.
       if (tile.tall() || (traits.swapped && tokens == tile.rows)) continue;
       const int64_t row_blocks = waves * slots / (token_blocks * split);
@@ -161,6 +188,7 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   plan->shared_bytes = stage.total;
   plan->split_k = choice.split;
   plan->splits_last = choice.splits_last;
+  plan->partials = choice.slices > 1 ? choice.slices : 0;
   plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, gpu.num_sms);
   if (problem.quantizes_x) {
     plan->quantizer = problem.batch_invariant       ? "batch-invariant"
@@ -206,7 +234,7 @@ Best best_choice(const Problem& problem, const Gpu& gpu, const Serves& serves) {
   for_each_choice(problem, gpu, [&](Choice choice) {
     if (choice.row != row) cost = cost_of(problem, kTiles[row = choice.row]);
     if (cost == nullptr || !serves(choice)) return;
-    const double time = microseconds(choice.counts, cost->costs, bytes, kMemory);
+    const double time = microseconds(choice.counts, cost->costs, bytes, kMemory) + choice.microseconds;
     if (time < best.microseconds) best = {choice, time};
   });
   return best;
@@ -237,7 +265,7 @@ bool plan_merged(const Problem& problem, std::span<const int64_t> rows, const Gp
   }
   const Best best = best_choice(problem, gpu, [&](Choice& choice) {
     const Tile tile = kTiles[choice.row];
-    if (!merges_in(tile, problem.gated) || choice.splits_last) return false;
+    if (!merges_in(tile, problem.gated) || choice.splits_last || choice.slices > 1) return false;
     if (problem.gated && (choice.split > 1 || choice.tile_rows < tile.rows)) return false;
     // A weight's last row block may be partial, so there may be more than those of one weight of all rows.
     const int64_t per_block = ceil_div(problem.m, tile.tokens) * choice.split, slots = slots_of(gpu, choice.split);
@@ -256,6 +284,7 @@ void add_candidates(const Problem& problem, const Gpu& gpu, std::vector<Candidat
   for_each_choice(problem, gpu, [&](const Choice& choice) {
     Candidate<Plan>& candidate = all->emplace_back();
     fill(problem, gpu, choice, &candidate.plan);
+    if (choice.slices > 1) return;  // the time of the second kernel is no term of the costs
     if (const Cost* cost = cost_of(problem, kTiles[choice.row])) candidate.operands = cost->name;
     candidate.counts = choice.counts;
   });

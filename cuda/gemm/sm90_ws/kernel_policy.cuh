@@ -37,6 +37,7 @@ struct Kernel {
                                   kFolds,  kSwapped, fold == Fold::kPromote};
   static constexpr Tile kTile{rows, tokens, ping_pong};
   static constexpr bool kOneGroup = kTile.one_group();
+  static constexpr bool kSlices = kScalesOperand && !grouped;  // may leave sums of slices of K to a second kernel
   static constexpr bool kPingPong = ping_pong, kGrouped = grouped, kMerged = false, kGated = false;
   static constexpr int kSharers = kTile.sharers();
   using Params = std::conditional_t<grouped, GroupedParams, sm90_ws::Params>;
@@ -61,7 +62,7 @@ struct Kernel {
 template <typename K, bool gated>
 struct MergedKernel : K {
   static_assert(K::kScalesOperand && !K::kPingPong && !K::kGrouped, "no other roles look up a weight");
-  static constexpr bool kMerged = true, kGated = gated;
+  static constexpr bool kMerged = true, kGated = gated, kSlices = false;
   using Params = MergedParams;
   using Maps = MergedTensorMaps;
 };

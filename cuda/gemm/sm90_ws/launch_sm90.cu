@@ -2,6 +2,7 @@
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "gemm/launch.h"
+#include "gemm/sm90_ws/add_slices.cuh"
 #include "gemm/sm90_ws/kernel_table.cuh"
 #include "gemm/sm90_ws/make_params.h"
 
@@ -19,7 +20,11 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
   launch.cluster = plan.splits_last ? kLastSplit : tile.ping_pong ? kPingPongCluster : p.split_k;
   launch.overlapped = true;
-  return launch_kernel(launch, "launching sm90_ws", kernel, p, maps);
+  Status status = launch_kernel(launch, "launching sm90_ws", kernel, p, maps);
+  if (!status.ok() || p.slices == 1) return status;
+  Launch add{blocks_of(p.m * ((p.n + 3) / 4), kAddThreads), kAddThreads, launch.stream};
+  add.overlapped = true;
+  return launch_kernel(add, "launching sm90_ws_add_slices", sm90_ws_add_slices, p);
 }
 
 }  // namespace qao::gemm::sm90_ws

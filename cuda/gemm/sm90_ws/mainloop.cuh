@@ -394,7 +394,9 @@ struct Consumer {
                         min(rows_of<K>(p, at.weight), (at.row_block + 1) * rows_in_tile<K>(p)),
                         at.split_k,
                         at.weight};
-    if constexpr (K::kGated) {
+    if (K::kSlices && p.slices > 1) {
+      write_slice<K>(p, result, target, at.slice);
+    } else if constexpr (K::kGated) {
       if (apply_gate<K>(p, result, epilogue, rows())) write_half_result<K>(p, y_map, result, epilogue, target);
     } else if (!K::kGrouped && at.split_k > 1) {
       // The tile overlays the pipeline stages, so wait until all warpgroups are done with them.

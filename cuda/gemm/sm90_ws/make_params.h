@@ -106,6 +106,11 @@ inline EpilogueParams epilogue_params(const Problem& problem, const Plan& plan, 
   if (problem.x_zeros) p.x_zeros = arguments.x_zeros, p.weight_sums = arguments.weight_sums;
   p.bias = arguments.bias;
   p.y = arguments.y;
+  p.slices = std::max(plan.partials, 1);
+  if (plan.partials > 0) {
+    void* workspace = static_cast<uint8_t*>(arguments.workspace) + workspace_of(problem, plan.partials).partials;
+    p.partials = static_cast<float*>(workspace);
+  }
   p.bias_dtype = problem.bias_dtype;
   p.y_dtype = problem.y_dtype;
   const bool aligned = problem.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;

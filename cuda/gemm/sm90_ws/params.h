@@ -61,6 +61,8 @@ struct EpilogueParams {
   void* y;
   bool copies_y;  // y is stored by TMA, 16 bits per value
   DType bias_dtype, y_dtype;
+  float* partials;  // [slices, m, n] sums, which a second kernel adds: add_slices.cuh
+  int slices;       // of K; 1: none
 };
 
 struct Params : TileParams, GroupParams, EpilogueParams {};

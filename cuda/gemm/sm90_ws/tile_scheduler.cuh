@@ -17,6 +17,7 @@ struct Place {
   int split_k;      // CTAs of a cluster that split K
   ExpertRows rows;  // grouped: rows of the tile's expert
   int weight;       // merged: index of the weight, to which row_block belongs
+  int slice;        // of K; a second kernel adds the sums of all
 };
 template <typename K>
 __device__ __forceinline__ int64_t first_token(const Place& at) {
@@ -61,18 +62,26 @@ __device__ __forceinline__ void place_in_panel(const Params& p, int tile, int to
 template <typename K>
 __device__ __forceinline__ Place place(const Params& p, uint32_t shared, int turn) {
   const int steps = p.parts * p.k_tiles;
-  Place at{0, 0, 0, steps, 1, {}, 0};
+  Place at{0, 0, 0, steps, 1, {}, 0, 0};
   if constexpr (K::kGrouped) {
     const Routing& r = static_cast<const GroupedParams&>(p).routing;
     const ExpertTiles of = find_expert(r, shared + K::kStage.table, turn, p.row_blocks);
     place_in_panel<K>(p, turn - of.first_tile * p.row_blocks, of.tiles, &at);
     at.rows = of.rows;
   } else {
+    if constexpr (K::kSlices) {
+      const int tile = quotient(turn, p.slices);
+      at.slice = turn - tile * p.slices;
+      turn = tile;
+    }
     const bool whole = turn < p.whole_tiles;
     place_in_panel<K>(p, whole ? turn : p.whole_tiles + (turn - p.whole_tiles) / kLastSplit, p.token_blocks, &at);
     at.split_k = whole ? p.split_k : kLastSplit;
     const int part = at.split_k > 1 ? ptx::cluster_rank() : 0;
     at.begin = quotient(steps * part, at.split_k), at.end = quotient(steps * (part + 1), at.split_k);
+    if (K::kSlices && p.slices > 1) {
+      at.begin = quotient(steps * at.slice, p.slices), at.end = quotient(steps * (at.slice + 1), p.slices);
+    }
   }
   if constexpr (K::kMerged && !K::kGated) {
     const MergedParams& merged = static_cast<const MergedParams&>(p);
@@ -97,7 +106,8 @@ __device__ __forceinline__ int turns(const Params& p, uint32_t shared) {
   if constexpr (K::kGrouped) {
     return all_of_experts(static_cast<const GroupedParams&>(p).routing, shared + K::kStage.table).tiles * p.row_blocks;
   }
-  return p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
+  const int tiles = p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
+  return K::kSlices ? tiles * p.slices : tiles;
 }
 // `shared`: shared-memory address of the CTA.
 template <typename K, typename Work>
