@@ -65,7 +65,8 @@ CONTENDERS = (BASELINE, *sorted(LAYER_SCHEMES), *(f"{word}, bf16 head" for word 
 _UNIT = f"tokens/s (times {BASELINE})"
 CONTEXT = 512  # tokens of the prompt
 PROMPT = 2048  # tokens of the way "prompt"
-STEPS = 64  # timed tokens
+STEPS = 64  # timed tokens of a sequence
+_MANY, _MANY_STEPS = 8, 256  # sequences, above which a prompt takes long and more tokens are timed
 _FIRST = 16  # new tokens of the shorter call, which the time of the longer one is compared with
 _ROUNDS = 3
 _SECONDS = 4.0  # for more than three rounds
@@ -86,7 +87,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ways", nargs="+", choices=WAYS, default=["eager", "static", "compiled"])
     command.add_argument("--batch", type=int, default=1, metavar="B", help="sequences decoded")
     command.add_argument("--context", type=int, default=CONTEXT, metavar="T", help="tokens of the prompt")
-    command.add_argument("--steps", type=int, default=STEPS, metavar="T", help="timed tokens")
+    many = f"{STEPS} by default, {_MANY_STEPS} with more than {_MANY} sequences"
+    command.add_argument("--steps", type=int, metavar="T", help=f"timed tokens of a sequence: {many}")
     command.add_argument("--backend", default="qao", help="of torch.compile, for quantized models compiled by hand")
     command.add_argument(
         "--turns", type=Path, metavar="FILE", help="of several runs on one GPU: one measures while none compiles"
@@ -114,8 +116,9 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
             ids = torch.randint(model.config.vocab_size, (arguments.batch, arguments.context), device=model.device)
             about = {"model": arguments.model, "layers": model.config.num_hidden_layers, "scheme": word}
             about |= {"batch": arguments.batch, "weights_mib": weights_mib(model)}
+            steps = arguments.steps or (_MANY_STEPS if arguments.batch > _MANY else STEPS)
             for way in arguments.ways:
-                row = _WAYS[way](Case(model, ids, arguments.steps, backend, turns))
+                row = _WAYS[way](Case(model, ids, steps, backend, turns))
                 row = dated(meta, about | {"way": way} | row | ({"first_s": None} if arguments.turns else {}))
                 print(
                     f"{arguments.model} {arguments.batch} {word:<20} {way:<9} {row['tokens_s']:9.1f} tokens/s",

@@ -39,11 +39,13 @@ class Recorder:
     def __init__(self, file: TextIO) -> None:
         self.file = file
         self.seconds: Counter[str] = Counter()  # of workers, by file
+        self.failures: list[str] = []
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid.split("::")[0]] += report.duration
         if report.failed:
-            print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
+            self.failures.append(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}")
+            print(self.failures[-1], flush=True)
         if report.failed or report.skipped or report.when == "call":
             print(json.dumps([report.nodeid, report.outcome]), file=self.file, flush=True)
 
@@ -115,6 +117,7 @@ def run(workers: int, resume: bool, gpu_only: bool) -> int:
         recorder = Recorder(file)
         status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[recorder]))
     print(*(f"{seconds:7.0f} s  {name}" for name, seconds in recorder.seconds.most_common(_LONGEST)), sep="\n")
+    print(*recorder.failures, sep="\n")  # again, behind pytest's pages of warnings
     if status == pytest.ExitCode.NO_TESTS_COLLECTED and before:
         status = int(pytest.ExitCode.OK)  # all was done
     runs = earlier_runs()
