@@ -5,6 +5,7 @@
 #include "ops/fp4_operands.h"
 #include "ops/fp8_operands.h"
 #include "ops/gguf_operands.h"
+#include "ops/plan_cache.h"
 #include "ops/rotation.h"
 
 namespace qao {
@@ -269,8 +270,9 @@ void GemmCall::launch([[maybe_unused]] const GemmCall* before) {
   }
 #if defined(QAO_WITH_CUDA)
   const DeviceScope scope(x_);
-  gemm::Plan plan;
-  op_.check(gemm::plan(problem, gpu_of(op_, x_), &plan));
+  const PlanKey key(problem, gpu_of(op_, x_));
+  const gemm::Plan plan =
+      planned(key, [&](Planned* made) { op_.check(gemm::plan(problem, key.gpu, &made->plan)); }).plan;
   if (quantized_ && !plan.quantizes_x && !(before && quantized_->take(*before->quantized_, arguments))) {
     quantized_->make(op_, arguments);
   }
@@ -314,8 +316,11 @@ std::optional<std::vector<Tensor>> GemmCall::run_fused(std::span<GemmCall* const
     rows.push_back(own.n);
     problem.n += own.n;
   }
-  gemm::Plan plan;
-  if (!gemm::merges(problem, rows, gpu_of(any.op_, any.x_), &plan)) return {};
+  const PlanKey key(problem, gpu_of(any.op_, any.x_), rows);
+  const Planned found =
+      planned(key, [&](Planned* made) { made->exists = gemm::merges(problem, rows, key.gpu, &made->plan); });
+  if (!found.exists) return {};
+  const gemm::Plan& plan = found.plan;
 
   std::vector<Tensor> ys;
   std::vector<gemm::Part> parts;

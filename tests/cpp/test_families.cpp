@@ -1,12 +1,17 @@
 // The table of kernel families: each row is there for some problem, and no other than its own.
 #include <doctest/doctest.h>
 
+#include <array>
+#include <iterator>
+#include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "gemm/arch.h"
 #include "gpus.h"
+#include "ops/plan_cache.h"
 #include "qao/gemm.h"
 
 namespace qao::gemm {
@@ -96,6 +101,35 @@ TEST_CASE("a kernel's name has the family, the formats and the tile") {
   CHECK(name(Format::kInt8, Format::kInt8, 4096) == "sm90_ws_w8a8_128x256");
   CHECK(name(Format::kFp8, Format::kInt4, 4096).starts_with("sm90_ws_w4afp8_"));
   CHECK(name(Format::kFp8, Format::kFp8, 1).starts_with("sm90_mma_wfp8afp8_"));
+}
+
+TEST_CASE("plans of recent problems are those of plan()") {
+  std::mt19937 random(7);
+  const auto any = [&](std::initializer_list<int64_t> values) { return values.begin()[random() % values.size()]; };
+  int made = 0;
+  for (int i = 0; i < 20000; ++i) {  // many more problems than entries, and many of them again
+    Problem problem;
+    problem.m = any({1, 7, 32, 300}), problem.n = any({64, 1024, 4096, 28672}), problem.k = any({256, 4096, 14336});
+    problem.weight = Format::kInt4, problem.scale_dtype = DType::kBFloat16, problem.group_size = any({32, 128});
+    problem.has_zeros = any({0, 1}) != 0, problem.batch_invariant = any({0, 1}) != 0;
+    const Gpu gpu = any({0, 1}) != 0 ? kH200 : kGpus[random() % std::size(kGpus)];
+    const std::array<int64_t, 2> rows = {problem.n / 4, problem.n - problem.n / 4};
+    const bool several = any({0, 1}) != 0;
+    Plan expected;
+    const bool exists = several ? merges(problem, rows, gpu, &expected) : plan(problem, gpu, &expected).ok();
+    const PlanKey key(problem, gpu, several ? std::span<const int64_t>(rows) : std::span<const int64_t>());
+    const Planned found = planned(key, [&](Planned* entry) {
+      ++made;
+      entry->exists = several ? merges(problem, rows, gpu, &entry->plan) : plan(problem, gpu, &entry->plan).ok();
+    });
+    REQUIRE(found.exists == exists);
+    if (exists) REQUIRE(to_string(found.plan) == to_string(expected));
+  }
+  CHECK(made < 20000);
+  const PlanKey key(Problem{.m = 5, .n = 5, .k = 5}, kH200);
+  const auto fail = [](Planned*) { throw std::runtime_error("no plan"); };
+  CHECK_THROWS(planned(key, fail));
+  CHECK_THROWS(planned(key, fail));  // nothing was kept
 }
 
 }  // namespace qao::gemm

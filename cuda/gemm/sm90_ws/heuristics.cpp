@@ -147,15 +147,16 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
         const Terms counts = {k_tiles, static_cast<double>(waves), 1, kLastSplit};
         visit(Choice{row, split, tile.rows, pairs * kLastSplit, true, counts});
       }
-      // A second kernel adds slices of K, which unlike CTAs of a cluster may run on any SM.
-      const int64_t tiles = ctas_of(tile.rows);
-      for (int slices = 2; split == 1 && may_slice(problem, traits) && slices <= std::min<int64_t>(kMaxSlices, steps);
-           ++slices) {
-        if (tiles * slices > gpu.num_sms) break;
-        Choice choice{
-            row, 1, tile.rows, tiles * slices, false, {static_cast<double>(ceil_div(steps, slices)), 1, 0, 0}};
-        choice.slices = slices;
-        choice.microseconds = add_slices_microseconds(problem, gpu, slices, tiles * slices);
+      // A second kernel adds slices of K, which unlike CTAs of a cluster may run on any SM: on nine tenths, or all.
+      const int64_t tiles = split == 1 && may_slice(problem, traits) ? ctas_of(tile.rows) : gpu.num_sms;
+      for (int64_t sms = 9 * gpu.num_sms / 10, before = 1; 2 * tiles <= sms; sms = gpu.num_sms) {
+        const int64_t slices = std::min({sms / tiles, kMaxSlices, steps});
+        if (slices <= before) break;
+        before = slices;
+        Choice choice{row, 1, tile.rows, tiles * slices, false};
+        choice.counts = {static_cast<double>(ceil_div(steps, slices)), 1, 0, 0};
+        choice.slices = static_cast<int>(slices);
+        choice.microseconds = add_slices_microseconds(problem, gpu, choice.slices, choice.ctas);
         visit(choice);
       }
       // With fewer rows, a warpgroup of a tall tile would idle. Warpgroups of swap-AB tiles may share all rows.

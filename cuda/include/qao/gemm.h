@@ -62,6 +62,7 @@ struct Problem {
 
   int64_t groups() const { return (k + group_size - 1) / group_size; }
   int64_t k_blocks() const { return (k + kScaleBlock - 1) / kScaleBlock; }
+  bool operator==(const Problem&) const = default;
 };
 
 struct Arguments {

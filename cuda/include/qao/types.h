@@ -81,6 +81,8 @@ struct Gpu {
   int compute_capability = 0;    // 10 * major + minor: 80, 89, 90, ...
   int num_sms = 0;               // streaming multiprocessors
   int shared_bytes_per_cta = 0;  // opt-in limit of dynamic shared memory
+
+  bool operator==(const Gpu&) const = default;
 };
 
 // Properties of CUDA device `index`. Cached per device.
