@@ -20,10 +20,7 @@ struct RawOperand<__nv_bfloat16, Format::kFp4, true, rows, steps> {
   uint4 words[kTiles];
   uint32_t scales[steps];  // rows g and g + 8, per 16 columns
 
-  // Offsets of a lane's words in W, and of its scales in the output of make_fp4_scales().
-  static __device__ __forceinline__ uint32_t word_offset(int warp, int lane) {
-    return word_offset_of<kTiles>(warp, lane);
-  }
+  // Offset of a lane's scales in the output of make_fp4_scales().
   static __device__ __forceinline__ uint32_t scale_offset(int warp, int lane) { return (warp * 8 + lane / 4) * 4; }
 
   template <int groups>

@@ -67,9 +67,9 @@ struct RawOperand {
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
-// Loads a lane's nibbles of a warp's row tile, in tiles of 64 k.
+// Offset in W of a lane's nibbles of a warp's row tile, in tiles of 64 k, and their load.
 template <int tiles>
-__device__ __forceinline__ uint32_t word_offset_of(int warp, int lane) {
+__device__ __forceinline__ uint32_t word_offset(int warp, int lane) {
   return warp * (tiles * int4::kTileBytes) + lane * 16;
 }
 template <int tiles>
@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t of_wo
 }
 template <int tiles>
 __device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t weight, int warp, int lane) {
-  load_words(words, weight + word_offset_of<tiles>(warp, lane));
+  load_words(words, weight + word_offset<tiles>(warp, lane));
 }
 
 // int4 in two tiles of 64 k to int8: 16 (q - 8). A nibble with flipped top bit is q - 8 in two's complement.
@@ -232,11 +232,7 @@ struct RawOperand<T, Format::kInt4, true, rows, steps> {
   uint2 main[steps / 2], rest[steps / 2];  // RowScale per 32 columns: rows g and g + 8
   bool has_rest;                           // the scale of any row of the tile
 
-  // Offsets of a lane's words in W, and of its scales in the output of make_scales(), [group of the k-tile][main,
-  // rest][row tile][g][g, g + 8].
-  static __device__ __forceinline__ uint32_t word_offset(int warp, int lane) {
-    return word_offset_of<kTiles>(warp, lane);
-  }
+  // Offset of a lane's scales in the output of make_scales(), [group of the k-tile][main, rest][row tile][g][g, g + 8].
   static __device__ __forceinline__ uint32_t scale_offset(int warp, int lane) { return (warp * 8 + lane / 4) * 8; }
 
   template <int groups>

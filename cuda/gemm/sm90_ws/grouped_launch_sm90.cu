@@ -1,6 +1,5 @@
 // Launch of grouped GEMMs on Hopper: gathers x into the order of y if necessary, then runs the GEMM.
 #include "common/launch.h"
-#include "common/shared_memory.h"
 #include "gemm/launch.h"
 #include "gemm/sm90_ws/gather.cuh"
 #include "gemm/sm90_ws/kernel_table.cuh"
@@ -58,13 +57,7 @@ Status launch_grouped(const Problem& problem, const Plan& plan, const Arguments&
     return status;
   }
   const KernelFunction<true> kernel = kKernels<true>[plan.config][row_of(problem, kTiles[plan.config])];
-  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
-                static_cast<cudaStream_t>(stream)};
-  launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
-  launch.cluster = kTiles[plan.config].sharers();
-  launch.overlapped = true;
-  return launch_kernel(launch, "launching sm90_ws for experts", kernel, p, maps);
+  return launch_planned("launching sm90_ws for experts", kernel, plan, kTiles[plan.config].sharers(), stream, p, maps);
 }
 
 }  // namespace qao::gemm::sm90_ws

@@ -58,6 +58,8 @@ struct Traits {
   constexpr int tile_k(Tile tile) const {
     return !float_x || (!folds && tile.tokens <= 128 && (!tile.tall() || tile.one_group())) ? 128 : 64;
   }
+  // Groups of a packed W per k-tile: those of 32 columns, unless the tile has one.
+  constexpr int most_groups(Tile tile) const { return tile.one_group() ? 1 : tile_k(tile) / 32; }
 };
 // Tokens per TMA box of x in an expert's last tile, if it has few tokens or would reach past the last row.
 constexpr int expert_end_rows(int tokens) { return std::max(8, tokens / 4); }
@@ -95,10 +97,9 @@ struct Stage {
   constexpr Stage(const Traits& t, Tile tile, bool grouped = false)
       : x(tile.tokens * t.tile_k(tile) * (t.float_x ? 2 : 1)),
         weight(tile.rows * t.tile_k(tile) / (t.packed ? 2 : 1)),
-        scales(t.packed ? (tile.one_group() ? 1 : t.tile_k(tile) / 32) * tile.rows * 2 * 4
-                        : 0),  // groups of 32, scale and zero point, float32 at most
+        scales(t.packed ? t.most_groups(tile) * tile.rows * 2 * 4 : 0),  // scale and zero point, float32 at most
         columns(t.columns               ? (t.packed ? 2 : 1) * tile.tokens * 4
-                : t.packed && t.float_x ? (tile.one_group() ? 1 : t.tile_k(tile) / 32) * tile.rows * kRowScaleBytes
+                : t.packed && t.float_x ? t.most_groups(tile) * tile.rows * kRowScaleBytes
                                         : 0),
         chunk_bytes(tile.ping_pong ? kSwizzledChunkBytes : kChunkBytes),
         chunks(tile.ping_pong ? 3 : 2),

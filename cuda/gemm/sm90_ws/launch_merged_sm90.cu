@@ -1,8 +1,6 @@
 // Launch and instantiations of sm90_ws_merged: several int4 weights, one x.
 #include <climits>
 
-#include "common/launch.h"
-#include "common/shared_memory.h"
 #include "gemm/launch.h"
 #include "gemm/sm90_ws/kernel.cuh"
 #include "gemm/sm90_ws/make_params.h"
@@ -44,7 +42,7 @@ Status launch_merged(const Problem& problem, const Plan& plan, const Arguments& 
     if (i >= parts.size()) continue;
     const Part& part = parts[i];
     p.of[i].n = static_cast<int>(part.n), p.of[i].bias = part.bias, p.of[i].y = part.y;
-    if (part.bias != nullptr) p.bias = part.bias;  // tells that any has one
+    if (part.bias != nullptr) p.bias = part.bias;  // set if any weight has one
     if (!problem.gated || i == 0) p.row_blocks += static_cast<int>(ceil_div(part.n, of_box.tile_rows));
     if (Status status = make_weight_maps(problem, plan, of_box, part.weight, part.scales, part.n, 1, &maps.of[i].weight,
                                          &maps.of[i].scales);
@@ -54,13 +52,7 @@ Status launch_merged(const Problem& problem, const Plan& plan, const Arguments& 
   }
   p.whole_tiles = p.row_blocks * p.token_blocks;
   const MergedFunction kernel = problem.gated ? kMergedKernels<true>[plan.config] : kMergedKernels<false>[plan.config];
-  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
-                static_cast<cudaStream_t>(stream)};
-  launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
-  launch.cluster = p.split_k;
-  launch.overlapped = true;
-  return launch_kernel(launch, "launching sm90_ws_merged", kernel, p, maps);
+  return launch_planned("launching sm90_ws_merged", kernel, plan, p.split_k, stream, p, maps);
 }
 
 }  // namespace qao::gemm::sm90_ws

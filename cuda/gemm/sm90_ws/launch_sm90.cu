@@ -1,6 +1,5 @@
 // Launch and instantiations of dense sm90_ws.
 #include "common/launch.h"
-#include "common/shared_memory.h"
 #include "gemm/launch.h"
 #include "gemm/sm90_ws/add_slices.cuh"
 #include "gemm/sm90_ws/kernel_table.cuh"
@@ -14,15 +13,10 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   TensorMaps maps{};
   if (Status status = make_tensor_maps(problem, plan, arguments, x, p, 1, &maps); !status.ok()) return status;
   const KernelFunction<false> kernel = kKernels<false>[plan.config][row_of(problem, tile)];
-  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
-                static_cast<cudaStream_t>(stream)};
-  launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
-  launch.cluster = plan.splits_last ? kLastSplit : tile.ping_pong ? kPingPongCluster : p.split_k;
-  launch.overlapped = true;
-  Status status = launch_kernel(launch, "launching sm90_ws", kernel, p, maps);
+  const int cluster = plan.splits_last ? kLastSplit : tile.ping_pong ? kPingPongCluster : p.split_k;
+  Status status = launch_planned("launching sm90_ws", kernel, plan, cluster, stream, p, maps);
   if (!status.ok() || p.slices == 1) return status;
-  Launch add{blocks_of(p.m * ((p.n + 3) / 4), kAddThreads), kAddThreads, launch.stream};
+  Launch add{blocks_of(p.m * ((p.n + 3) / 4), kAddThreads), kAddThreads, static_cast<cudaStream_t>(stream)};
   add.overlapped = true;
   return launch_kernel(add, "launching sm90_ws_add_slices", sm90_ws_add_slices, p);
 }

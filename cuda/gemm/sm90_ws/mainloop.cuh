@@ -314,7 +314,7 @@ struct Consumer {
     fetch_scales<K>(p, rows(), tokens(), own, row0(at));
     if constexpr (K::kScalesOperand) {  // kept in registers: computing them delays the first loads of each k-tile
       const uint32_t weight = K::kStage.x;
-      words_offset = ptx::opaque(weight + raw.word_offset(warp, lane));
+      words_offset = ptx::opaque(weight + word_offset<K::kSteps / kAtomSteps>(warp, lane));
       scales_offset = ptx::opaque(weight + K::kStage.weight + K::kStage.scales + raw.scale_offset(warp, lane));
     }
     if constexpr (K::kSwapped) {

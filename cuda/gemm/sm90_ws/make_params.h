@@ -5,6 +5,8 @@
 
 #include "common/centred.cuh"
 #include "common/integers.h"
+#include "common/launch.h"
+#include "common/shared_memory.h"
 #include "common/tensor_map.h"
 #include "gemm/launch.h"
 #include "gemm/problem.h"
@@ -177,6 +179,19 @@ inline Status make_token_maps(const Problem& problem, const Plan& plan, const X&
     status = encode_tensor_map(&maps->y, p.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, y, CU_TENSOR_MAP_SWIZZLE_128B);
   }
   return status;
+}
+
+// Launches a kernel of a plan with its shared memory, in clusters of `cluster` CTAs.
+template <typename Params, typename Maps>
+Status launch_planned(const char* doing, void (*kernel)(Params, Maps), const Plan& plan, int cluster, void* stream,
+                      const Params& p, const Maps& maps) {
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
+                static_cast<cudaStream_t>(stream)};
+  launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
+  launch.cluster = cluster;
+  launch.overlapped = true;
+  return launch_kernel(launch, doing, kernel, p, maps);
 }
 
 // `experts`: number of contiguous weights.
