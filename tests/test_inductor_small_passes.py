@@ -191,33 +191,3 @@ def test_outer_products_are_multiplied(device: str) -> None:
     assert len(module.graph.find_nodes(op="call_function", target=aten.mm.default)) == 1
     for got, expected in zip(module(*given), products(*given), strict=True):
         assert torch.equal(got, expected)
-
-
-# ---- programmatic dependent launch -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_kernels_that_load_nothing_wait(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the one in front of them, once; those with a load do already."""
-    from qao.inductor.dependent_launch import wait_without_loads
-    from torch._inductor.codegen.triton import TritonKernel
-    from torch._inductor.utils import IndentedBuffer
-
-    monkeypatch.setattr(TritonKernel, "_filter_pdl", TritonKernel._filter_pdl)
-    wait_without_loads()
-    wait_without_loads()
-    monkeypatch.setattr(TritonKernel, "_enable_pdl_codegen", staticmethod(lambda: enabled))
-    kernel = TritonKernel.__new__(TritonKernel)
-    wait, launch = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
-    fill, load = (
-        ["tl.store(out, 1)"],
-        ["x = tl.load(a)", wait, launch, "y = tl.load(b)", wait, launch, "tl.store(c, x)"],
-    )
-    for lines, expected in (
-        (fill, [wait, *fill] if enabled else fill),
-        (load, ["x = tl.load(a)", wait, "y = tl.load(b)", launch, "tl.store(c, x)"]),
-    ):
-        body = IndentedBuffer()
-        body.writelines(lines)
-        kernel._filter_pdl(body)
-        assert body.getvalue().splitlines() == expected

@@ -1,8 +1,10 @@
-"""Waits of Triton kernels that load nothing, where Inductor launches a kernel before the one in front of it ends.
+"""Waits of Inductor's Triton kernels under programmatic dependent launch.
 
-Inductor (``triton.enable_pdl``) lets a kernel wait for the one in front of it behind a load, or before it overwrites
-what that one reads or writes. A kernel that does neither never waits. It may end first, and the kernel behind it, which
-waits for it alone, then reads results that are not written yet.
+Inductor (``triton.enable_pdl``) launches a kernel before the one in front of it ends, and lets it wait behind its first
+loads, or in front of a load of that kernel's results. To find these it compares names of buffers, and misses a buffer
+that is written in place under another name: the copy of a static cache read keys that the kernel in front had not
+written yet, and ``generate()`` chose wrong tokens. A kernel without loads never waits, so that the kernel behind it,
+which waits for that one alone, may read too early. To wait before anything else is right for every kernel.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import functools
 from typing import Any
 
 
-def wait_without_loads() -> None:
-    """Make every Triton kernel that Inductor generates for programmatic dependent launch wait at least once."""
+def wait_first() -> None:
+    """Make every Triton kernel that Inductor generates for programmatic dependent launch begin with the wait."""
     from torch._inductor.codegen.triton import TritonKernel
 
     upstream = getattr(TritonKernel, "_filter_pdl", None)
@@ -23,8 +25,8 @@ def wait_without_loads() -> None:
 def _with_wait(upstream: Any) -> Any:
     @functools.wraps(upstream)
     def _filter_pdl(kernel: Any, code: Any) -> None:
-        upstream(kernel, code)
-        if kernel._enable_pdl_codegen() and not any(kernel.GDC_WAIT in str(line) for line in code._lines):
-            code._lines.insert(0, kernel.GDC_WAIT)
+        upstream(kernel, code)  # keeps the last of the signals to the kernel behind
+        if kernel._enable_pdl_codegen():
+            code._lines = [kernel.GDC_WAIT, *(line for line in code._lines if kernel.GDC_WAIT not in str(line))]
 
     return _filter_pdl
