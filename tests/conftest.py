@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         done = set(Path(path).read_text().splitlines())
         items[:] = [item for item in items if item.nodeid not in done]
     if os.environ.pop("QAO_TESTS_OF_GPU", None):
-        items[:] = [item for item in items if _params(item).get("device") != "cpu"]
+        cases = [item for item in items if _params(item).get("device") != "cpu"]
+        items[:] = [item for item in cases if not any(map(item.get_closest_marker, ("cpu", "packaging")))]
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         long = [item for item in items if item.get_closest_marker("early")]
         items[:] = [item for item in items if item not in long]

@@ -3,8 +3,8 @@
 ``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist. What each
 test did is in build/gpu_progress.jsonl at once: after a run that was cut short, or in which tests failed, ``--resume``
 runs the others, and those that failed, of the same sources, and reports on all; it names what it ran again.
-``--gpu-only`` leaves out the cases of device "cpu", which ``make test`` runs, and says so in the report. After the run
-it prints the files that took most of the workers' time.
+``--gpu-only`` leaves out the cases of device "cpu" and tests marked cpu or packaging, which CI runs, and says so in the
+report. After the run it prints the files that took most of the workers' time.
 ``--check`` says whether the report is one of the present sources and nothing failed (exit status 1 and the reason when
 not). The check needs neither torch nor a GPU.
 """
@@ -27,7 +27,7 @@ PROGRESS = ROOT / "build" / "gpu_progress.jsonl"  # the sources, then RUN and th
 RUN = '"run"'
 OUTCOMES = ("passed", "skipped", "failed")
 _LONGEST = 15  # files to print
-LEFT_OUT = 'the cases of device "cpu"'
+LEFT_OUT = 'the cases of device "cpu" and tests marked cpu or packaging'
 sys.path.insert(0, str(ROOT))
 
 from bench.meta import describe, source_hash  # noqa: E402

@@ -7,7 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import check_metadata, tolerance, truth
-from ops_schemes import DTYPES, FLOAT, FP4, INT4, INT4_SCHEMES, PRODUCTS, Format, Int4Format, Scheme
+from ops_schemes import (
+    DTYPES,
+    FLOAT,
+    FP4,
+    FP8_INT4,
+    INT4,
+    INT4_SCHEMES,
+    INT8_INT4,
+    PRODUCTS,
+    Format,
+    Int4Format,
+    Scheme,
+)
 from ops_support import VIEWS, Case, before_guard_page, bits, check_product, fuzz, randn, sweep
 
 M_KINDS = (1, 2, 5, 16, 40, 130)  # each of them may be another kernel
@@ -67,6 +79,19 @@ def test_tall_tiles(m: int, n: int, x_dtype: torch.dtype, device: str) -> None:
     """Layers with many rows, for which Hopper has tiles of 192 and 256."""
     for zeros, scale_dtype in (("float", torch.bfloat16), ("none", torch.float32), ("integer", torch.float16)):
         check(INT4, Case(m, n, 384, Int4Format(128, zeros, scale_dtype), x_dtype, torch.float32), device)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("m, n, k", [(130, 12000, 512), (300, 12690, 300)])
+@pytest.mark.parametrize("scheme", (INT8_INT4, FP8_INT4), ids=lambda scheme: scheme.word)
+def test_tall_tiles_of_w4a8(scheme: Scheme, m: int, n: int, k: int, group_size: int, device: str) -> None:
+    """Sizes for which Hopper has tiles of 192 rows, where helper warps prepare the group parameters."""
+    plain, other = (fmt.activation for fmt in scheme.few_formats)
+    for zeros, scale_dtype, activation in (
+        ("float", torch.bfloat16, plain), ("none", torch.float32, other), ("integer", torch.float16, plain)
+    ):  # fmt: skip
+        fmt = Int4Format(group_size, zeros, scale_dtype, activation)
+        check(scheme, Case(m, n, k, fmt, torch.bfloat16, torch.bfloat16), device)
 
 
 @pytest.mark.parametrize("x_dtype", (torch.bfloat16, torch.float16), ids=str)

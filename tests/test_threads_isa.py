@@ -16,6 +16,7 @@ from cpu_isas import ISA_FLAGS
 from ops_schemes import DTYPES, PRODUCTS, Scheme
 from ops_support import bits, check_product, randn
 
+pytestmark = pytest.mark.cpu
 TESTS = Path(__file__).parent
 # Compilers and autograd see an operator, not its kernels: these tests run once.
 CHOSEN = "not cuda and not opcheck and not compiles and not gradients"

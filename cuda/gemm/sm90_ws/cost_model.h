@@ -24,9 +24,12 @@ enum class Operands {
   kFp8Fp8FastPingPong,
   kFp8Fp8Blocks,
   kInt8Int4,
+  kInt8Int4Tall,
   kInt8Int4Symmetric,
+  kInt8Int4SymmetricTall,
   kInt8Int4Rows,  // two-level scales: float32 per row, integers per group
   kFp8Int4,
+  kFp8Int4Tall,
   kFp8Int4Rows,  // two-level scales: float32 per row, powers of two per group
   kFp8Int4RowsFast,
 };
@@ -63,9 +66,11 @@ inline Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
     if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
     return tile.ping_pong ? kInt8Int8PingPong : tall ? kInt8Int8Tall : kInt8Int8;
   }
-  if (p.x == Format::kFp8) return traits.promoted ? kFp8Int4Rows : traits.folds ? kFp8Int4 : kFp8Int4RowsFast;
+  if (p.x == Format::kFp8 && traits.folds && !traits.promoted) return tall ? kFp8Int4Tall : kFp8Int4;
+  if (p.x == Format::kFp8) return traits.promoted ? kFp8Int4Rows : kFp8Int4RowsFast;
   if (has_row_scales(p)) return kInt8Int4Rows;
-  return p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
+  if (p.has_zeros) return tall ? kInt8Int4Tall : kInt8Int4;
+  return tall ? kInt8Int4SymmetricTall : kInt8Int4Symmetric;
 }
 
 // Null: plan() never selects this tile.

@@ -82,6 +82,13 @@ __device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t weigh
   load_words(words, weight + word_offset<tiles>(warp, lane));
 }
 
+// Offset of a lane's group parameters in the output of prepare_groups().
+constexpr int kPreparedBytes = 16;  // of a pair of rows g and g + 8: their scales, and the codes of their zero points
+template <int rows>
+__device__ __forceinline__ uint32_t prepared_offset(int group, int warp, int lane) {
+  return (group * (rows / 2) + warp * 8 + lane / 4) * kPreparedBytes;
+}
+
 // int4 in two tiles of 64 k to int8: 16 (q - 8). A nibble with flipped top bit is q - 8 in two's complement.
 template <typename T, int rows>
 struct RawOperand<T, Format::kInt4, false, rows> {
@@ -89,6 +96,10 @@ struct RawOperand<T, Format::kInt4, false, rows> {
 
   // Loads a warp's row tile.
   __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) { load_words(words, weight, warp, lane); }
+  template <int groups>
+  __device__ __forceinline__ void load_prepared(uint32_t weight, uint32_t, int warp, int lane) {
+    load(weight, warp, lane);
+  }
   __device__ __forceinline__ void convert(Operand<>& a) const {
 #pragma unroll
     for (int step = 0; step < kAtomSteps; ++step) {
@@ -122,6 +133,21 @@ struct RawOperand<qao::wgmma::E4m3, Format::kInt4, false, rows> {
       load_codes<groups, DType::kFloat16>(p, groups_from, lane);
     } else {
       load_codes<groups, DType::kFloat32>(p, groups_from, lane);
+    }
+  }
+  // The same from the output of prepare_groups().
+  template <int groups>
+  __device__ __forceinline__ void load_prepared(uint32_t weight, uint32_t prepared, int warp, int lane) {
+    load_words(words, weight, warp, lane);
+#pragma unroll
+    for (int step = 0; step < kAtomSteps; ++step) {
+      constexpr int kSpan = kAtomSteps / groups;
+      if (step % kSpan > 0) {
+        codes[step] = codes[step - 1];
+        continue;
+      }
+      const uint2 of = ptx::load_shared_8(prepared + prepared_offset<rows>(step / kSpan, warp, lane) + 8);
+      codes[step] = {of.x, of.y};
     }
   }
   template <int groups, DType dtype>

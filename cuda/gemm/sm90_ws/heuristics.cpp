@@ -115,6 +115,9 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
     const Traits traits = traits_of(problem, tile);
     if (!traits.serves(tile) || (problem.batch_invariant && !keep_order(problem, traits))) continue;
     if (tile.one_group() && problem.groups() > 1 && problem.group_size < traits.tile_k(tile)) continue;
+    // Exact sums of int8 products over longer groups need the accumulators that tall tiles have no registers for.
+    const bool exact = tile.tall() && traits.packed && problem.x == Format::kInt8;
+    if (exact && (problem.groups() == 1 || problem.group_size > traits.tile_k(tile))) continue;
     const int64_t steps = ceil_div(problem.k, traits.tile_k(tile)) * (is_split(problem) ? kFloat32Parts : 1);
     const int64_t token_blocks = ceil_div(problem.m, tokens);
     if (tile.ping_pong) {  // ping-pong hides all epilogues but the last

@@ -27,9 +27,9 @@ __device__ __forceinline__ void run_roles(const typename K::Params& p, const typ
   // Initialize mbarriers
   if (threadIdx.x < K::kStage.count) {
     const uint32_t barrier = ring.arrived() + threadIdx.x * 8;
-    tma::barrier_init(barrier, 1 + (K::kColumns                                            ? kHelperThreads
-                                    : K::kScalesOperand || (K::kRowScales && p.groups > 1) ? 32
-                                                                                           : 0));
+    tma::barrier_init(barrier, 1 + (K::kColumns                                           ? kHelperThreads
+                                    : K::kMakesScales && (!K::kRowScales || p.groups > 1) ? 32
+                                                                                          : 0));
     // Ping-pong: one lane per warp of one warpgroup, in both CTAs of the cluster.
     tma::barrier_init(barrier + kBarrierBytes, K::kPingPong ? kPingPongCluster * 4 : warpgroups(p) * 128);
     if (K::kMakesScales) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
@@ -59,6 +59,8 @@ __device__ __forceinline__ void run_roles(const typename K::Params& p, const typ
     if (K::kColumns && warp > 0) produce_columns<K>(p, ring);
     if constexpr (K::kScalesOperand) {
       if (warp > 0) make_scales<K>(p, ring);
+    } else if constexpr (K::kPreparesGroups) {
+      if (warp > 0) prepare_groups<K>(p, ring);
     } else if constexpr (K::kRowScales) {
       if (warp > 0 && p.groups > 1) make_group_factors<K>(p, ring);
     }

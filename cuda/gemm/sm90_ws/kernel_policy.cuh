@@ -29,7 +29,6 @@ struct Kernel {
   static constexpr bool kRowScales = kPacked && !kFloatX && !kGroups;
   // int4 with e4m3 x: codes minus integer zero points
   static constexpr bool kCentred = kPacked && std::is_same_v<T, qao::wgmma::E4m3>;
-  static constexpr bool kMakesScales = kScalesOperand || kRowScales;  // three warps convert scales, one stage ahead
   static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
   static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // a warpgroup has 64 tokens; else it has 64 rows of W
   static constexpr bool kOneHalf = kFolds && tokens == 256;       // registers for products of half of the tokens only
@@ -37,6 +36,9 @@ struct Kernel {
                                   kFolds,  kSwapped, fold == Fold::kPromote};
   static constexpr Tile kTile{rows, tokens, ping_pong};
   static constexpr bool kOneGroup = kTile.one_group();
+  static constexpr bool kPreparesGroups = kTraits.prepares_groups(kTile);
+  // Three warps convert scales, one stage ahead
+  static constexpr bool kMakesScales = kScalesOperand || kRowScales || kPreparesGroups;
   static constexpr bool kSlices = kScalesOperand && !grouped;  // may leave sums of slices of K to a second kernel
   static constexpr bool kPingPong = ping_pong, kGrouped = grouped, kMerged = false, kGated = false;
   static constexpr int kSharers = kTile.sharers();
@@ -50,8 +52,12 @@ struct Kernel {
   static constexpr int kWarpgroups = kTile.warpgroups(), kConsumerThreads = kWarpgroups * 128,
                        kThreads = kConsumerThreads + kProducerThreads;
   // All threads start with equal register counts; consumers take exactly the registers that producers give up.
-  static constexpr int kProducerRegisters = kMakesScales ? 56 : 40;
-  static constexpr int kConsumerRegisters = kWarpgroups == 4 ? 104 : kWarpgroups == 3 ? 152 : kMakesScales ? 224 : 232;
+  static constexpr int kProducerRegisters = kPreparesGroups ? 32 : kMakesScales ? 56 : 40;
+  static constexpr int kConsumerRegisters = kWarpgroups == 4   ? 104
+                                            : kPreparesGroups  ? 160
+                                            : kWarpgroups == 3 ? 152
+                                            : kMakesScales     ? 224
+                                                               : 232;
   static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles per panel
   static constexpr int kEndRows = expert_end_rows(tokens);

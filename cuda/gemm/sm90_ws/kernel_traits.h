@@ -49,11 +49,14 @@ struct Traits {
   constexpr bool serves(Tile tile) const {
     if (tile.ping_pong) return !(float_x || packed || folds);
     if (tile.one_group()) return float_x && packed && !fine && !folds;
-    if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
+    if (tile.tall()) return float_x ? !folds : !(columns || swapped || (packed && (promoted || !folds)));
     if (tile.tokens == 32) return !(folds && float_x);
     if (packed && promoted) return !tile.between();
     return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
   }
+  // Whether helper warps prepare the group parameters of 8-bit products: in tall tiles, where consumers are short of
+  // registers and instructions.
+  constexpr bool prepares_groups(Tile tile) const { return tile.tall() && packed && folds && !float_x; }
   // Columns per k-tile. Overhead per k-tile does not depend on the number of tokens, so small tiles have long k-tiles.
   constexpr int tile_k(Tile tile) const {
     return !float_x || (!folds && tile.tokens <= 128 && (!tile.tall() || tile.one_group())) ? 128 : 64;
@@ -84,12 +87,12 @@ constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens *
 constexpr int kMaxExperts = 512, kTableBytes = (kMaxExperts + 1) * 8;
 
 constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8, kControlBytes = 4 * kBarrierBytes;  // see Ring
-constexpr int kRowScaleBytes = 8, kRestBytes = 4;  // per row of W and group: see RowScale
+constexpr int kRowScaleBytes = 8, kRestBytes = 4;  // per row of W and group: see RowScale and PreparedGroups
 
 // A pipeline stage holds tile_k columns of x, in atoms of 128 bytes per token, and of W.
 struct Stage {
   int x, weight, scales;    // bytes
-  int columns;              // promotion's floats per token, or converted scales of rows of W
+  int columns;              // promotion's floats per token, or converted group parameters of rows of W
   int chunk_bytes, chunks;  // buffers of y per warpgroup
   int token_floats;         // epilogue's floats per token
   int bytes, count, epilogue, tokens, rows, barriers, table, total;
@@ -98,9 +101,9 @@ struct Stage {
       : x(tile.tokens * t.tile_k(tile) * (t.float_x ? 2 : 1)),
         weight(tile.rows * t.tile_k(tile) / (t.packed ? 2 : 1)),
         scales(t.packed ? t.most_groups(tile) * tile.rows * 2 * 4 : 0),  // scale and zero point, float32 at most
-        columns(t.columns               ? (t.packed ? 2 : 1) * tile.tokens * 4
-                : t.packed && t.float_x ? t.most_groups(tile) * tile.rows * kRowScaleBytes
-                                        : 0),
+        columns(t.columns                                            ? (t.packed ? 2 : 1) * tile.tokens * 4
+                : (t.packed && t.float_x) || t.prepares_groups(tile) ? t.most_groups(tile) * tile.rows * kRowScaleBytes
+                                                                     : 0),
         chunk_bytes(tile.ping_pong ? kSwizzledChunkBytes : kChunkBytes),
         chunks(tile.ping_pong ? 3 : 2),
         token_floats(grouped ? 3 : 2),

@@ -22,12 +22,13 @@ struct Consumer {
   const int lane = threadIdx.x % 32, warp = ptx::warp_index();
   // Promotion of one half of the tokens can overlap the WGMMAs of the other half, unless these would read W from shared
   // memory a second time. The largest tile is halved for lack of registers: its halves share one accumulator.
-  static constexpr bool kBeside = K::kFolds && K::kPacked && !K::kFloatX && K::kTokens >= 64;
+  static constexpr bool kBeside = K::kFolds && K::kPacked && !K::kFloatX && K::kTokens >= 64 && !K::kPreparesGroups;
   static constexpr int kHalves = kBeside || K::kOneHalf ? 2 : 1, kProducts = K::kOneHalf ? 1 : kHalves;
   static constexpr int kHalfTiles = K::kTilesM / kHalves;
   typename K::Product product[kProducts][kHalfTiles][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
-  Operand<K::kSteps> operand[K::kScalesOperand || K::kOneHalf ? 1 : 2];  // double-buffered across k-tiles
+  // Double-buffered across k-tiles
+  Operand<K::kSteps> operand[K::kScalesOperand || K::kOneHalf || K::kPreparesGroups ? 1 : 2];
   std::conditional_t<K::kRowScales, RowScaledOperand<T>,
                      RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps>>
       raw;
@@ -48,6 +49,8 @@ struct Consumer {
     } else if constexpr (K::kRowScales) {
       raw.template load<K::kTile.rows>(groups > 0 && (!K::kFolds || p.groups > 1), weight,
                                        weight + K::kStage.weight + K::kStage.scales / 2, warp, lane);
+    } else if constexpr (K::kPreparesGroups) {
+      raw.template load_prepared<groups>(weight, weight + K::kStage.weight + K::kStage.scales, warp, lane);
     } else if constexpr (K::kCentred) {
       raw.template load<groups>(p, weight, weight + K::kStage.weight, warp, lane);
     } else if constexpr (K::kFromRegisters) {
@@ -70,6 +73,10 @@ struct Consumer {
   // Issues WGMMAs for k-steps [first, first + steps), 32 bytes of each token per step. No register writes in between.
   template <int buffer, int first, int steps, int half = 0>
   __device__ __forceinline__ void multiply(uint32_t stage, bool fresh) {
+    multiply<buffer, first, steps, half>(stage, fresh, product[half % kProducts]);
+  }
+  template <int buffer, int first, int steps, int half = 0>
+  __device__ __forceinline__ void multiply(uint32_t stage, bool fresh, typename K::Product (&to)[kHalfTiles][4]) {
     const uint32_t own = warp / 4 * 64 * 128;
     const uint64_t x = qao::wgmma::descriptor(stage + (K::kOwnTokens ? own : half * kHalfTiles * 8 * 128));
     const uint64_t weight = qao::wgmma::descriptor(stage + K::kStage.x + (K::kOwnTokens ? 0 : own));
@@ -78,13 +85,11 @@ struct Consumer {
     for (int step = first; step < first + steps; ++step) {
       if constexpr (K::kFromRegisters) {
         const uint64_t columns = x + step / kAtomSteps * (K::kTokens * 128 / 16) + step % kAtomSteps * 2;
-        qao::wgmma::Product<T, kHalfTiles * 8>::run(product[half % kProducts], operand[buffer][step], columns,
-                                                    step > first || !fresh);
+        qao::wgmma::Product<T, kHalfTiles * 8>::run(to, operand[buffer][step], columns, step > first || !fresh);
       } else if constexpr (K::kSwapped) {
-        qao::wgmma::Product<T, K::kTokens>::run(product[0], x + 2 * step, weight + 2 * step, step > first || !fresh);
+        qao::wgmma::Product<T, K::kTokens>::run(to, x + 2 * step, weight + 2 * step, step > first || !fresh);
       } else {
-        qao::wgmma::Product<T, kHalfTiles * 8>::run(product[0], weight + 2 * step, x + 2 * step,
-                                                    step > first || !fresh);
+        qao::wgmma::Product<T, kHalfTiles * 8>::run(to, weight + 2 * step, x + 2 * step, step > first || !fresh);
       }
     }
     qao::wgmma::commit();
@@ -113,7 +118,11 @@ struct Consumer {
     return group;
   }
   __device__ __forceinline__ Group read_group(uint32_t stage, int index) const {
-    if constexpr (K::kFold == Fold::kGroup) {
+    if constexpr (K::kPreparesGroups) {
+      const uint32_t prepared = stage + K::kStage.x + K::kStage.weight + K::kStage.scales;
+      const float2 scales = ptx::load_shared_float2(prepared + prepared_offset<K::kTile.rows>(index, warp, lane));
+      return {{scales.x, scales.y}, {0, 0}, {0, 0}};
+    } else if constexpr (K::kFold == Fold::kGroup) {
       const uint32_t from = stage + K::kStage.x + K::kStage.weight + (warp * p.groups_per_tile + index) * p.group_bytes;
       if (p.scale_dtype == DType::kBFloat16) return read_group<DType::kBFloat16>(from);
       if (p.scale_dtype == DType::kFloat16) return read_group<DType::kFloat16>(from);
@@ -131,6 +140,11 @@ struct Consumer {
   // Promotes: sum += scale (product - fraction column), or scale column product for blocks.
   template <int half = 0>
   __device__ __forceinline__ void fold(const Group& group, uint32_t columns) {
+    fold<half>(group, columns, product[half % kProducts]);
+  }
+  template <int half>
+  __device__ __forceinline__ void fold(const Group& group, uint32_t columns,
+                                       const typename K::Product (&from)[kHalfTiles][4]) {
 #pragma unroll
     for (int j = 0; j < kHalfTiles; ++j) {
       float (&to)[4] = sum[half * kHalfTiles + j];
@@ -139,7 +153,7 @@ struct Consumer {
       const float column_of[2] = {column.x, column.y};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float value = static_cast<float>(product[half % kProducts][j][e]);
+        const float value = static_cast<float>(from[j][e]);
         if constexpr (K::kFold == Fold::kPromote) {
           to[e] += value;
         } else if constexpr (K::kSwapped && !K::kOwnTokens) {
@@ -229,6 +243,32 @@ struct Consumer {
     int i = begin;
     for (; i + 1 < end; i += 2) folding_k_tiles<groups, 2>(at, fresh, i + 2 == end);
     if (i < end) folding_k_tiles<groups, 1>(at, fresh, true);
+  }
+
+  // Tall tiles: a warpgroup converts W, multiplies and promotes one after the other, without a second buffer of
+  // anything. The two other warpgroups keep the tensor cores busy meanwhile.
+  template <int groups>
+  __device__ __forceinline__ void walk_in_sequence(int begin, int end) {
+    constexpr int kPieceSteps = K::kSteps / groups;
+    zero(sum);
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      fetch<groups>();
+      convert<0>();
+      const uint32_t stage = ring.address(), released = ring.released();
+      const auto work = [&]<int piece>() {
+        typename K::Product part[kHalfTiles][4];  // holds nothing before the MMAs, which overwrite it
+        multiply<0, piece * kPieceSteps, kPieceSteps>(stage, true, part);
+        const Group scales = read_group(stage, piece);
+        qao::wgmma::wait<0>();
+        if constexpr (piece == groups - 1) release(released);
+        fold<0>(scales, 0, part);
+      };
+      [&]<int... piece>(std::integer_sequence<int, piece...>) {
+        (work.template operator()<piece>(), ...);
+      }(std::make_integer_sequence<int, groups>{});
+      ring.advance();
+    }
   }
 
   // Second half of the current k-tile and first half of the next one. Both halves share one accumulator, so WGMMA and
@@ -356,6 +396,14 @@ struct Consumer {
       // Mainloop with promotion
       if constexpr (K::kOneHalf) {
         walk_halves(at.begin, at.end);
+      } else if constexpr (K::kPreparesGroups) {
+        if (p.groups_per_tile == 1) {
+          walk_in_sequence<1>(at.begin, at.end);
+        } else if (p.groups_per_tile == 2) {
+          walk_in_sequence<2>(at.begin, at.end);
+        } else {
+          walk_in_sequence<4>(at.begin, at.end);
+        }
       } else if (K::kGroups && p.groups_per_tile == 2) {
         walk_folding<K::kGroups ? 2 : 1>(at.begin, at.end);
       } else if (K::kGroups && !K::kFloatX && p.groups_per_tile == 4) {
