@@ -40,14 +40,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(name: str, device: str, **sizes: Any) -> Any:
+def random_model(config: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **{**SIZES, **HEADS, **TOKENS, **MODELS.get(name, {}), **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():  # with the initial values, every token is the same one
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return model.to(device)
+    return model
+
+
+def model_of(name: str, device: str, **sizes: Any) -> Any:
+    sizes = {**SIZES, **HEADS, **TOKENS, **MODELS.get(name, {}), **sizes}
+    return random_model(transformers.AutoConfig.for_model(name, **sizes)).to(device)
 
 
 def quantized(name: str, device: str, **sizes: Any) -> Any:
