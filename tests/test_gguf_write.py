@@ -245,11 +245,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # as the configurations of published m
 }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,  # the command's exit status
-    reason="refused: names are compared that a configuration class adds or does not know",
-)
 @pytest.mark.parametrize("architecture", PUBLISHED)
 def test_configurations_as_they_are_published(architecture: str, tmp_path: Path) -> None:
     """With names that transformers does not know, and without those that it adds."""

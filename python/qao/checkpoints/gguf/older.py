@@ -117,7 +117,9 @@ def _inner_keys(config: Any) -> dict[str, Any]:
 
 
 def _bloom_keys(config: Any) -> dict[str, Any]:
-    return {"feed_forward_length": 4 * config.hidden_size}
+    """Positions are unlimited; the length is a note, and if there is none llama.cpp's converter writes this one."""
+    lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "seq_length", "hidden_size"))
+    return {"feed_forward_length": 4 * config.hidden_size, "context_length": next(filter(None, lengths))}
 
 
 def _alibi_keys(config: Any) -> dict[str, Any]:
@@ -244,7 +246,7 @@ OLDER: dict[str, Architecture] = {
         },
         fixed={"multi_query": True},
         configure=_starcoder,
-        keys=_inner_keys,
+        keys=lambda config: {**_inner_keys(config), "attention.head_count_kv": 1},
         written=True,
     ),
     "bloom": Architecture(

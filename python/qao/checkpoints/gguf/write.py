@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = re.compile(
     r".*(_token_id|dropout|initializer|use_cache|dtype|version|aux_loss|jitter|max_window_layers|pdrop).*|_.*|model_type|"
     r"architectures|output_.*|return_dict|pretraining_tp|chunk_size.*|id2label|label2id|problem_type|is_.*|sliding_window_pattern|"
     r"quantization_config|transformers_.*|rope_theta|rope_scaling|vocab_size|head_dim|name_or_path|layer_group.*|"
-    r"num_nextn_predict_layers|num_mtp_layers"
+    r"num_nextn_predict_layers|num_mtp_layers|full_attn_idxs|block_multiple_of|block_ffn_dim_multiplier"
 )
 
 
@@ -136,15 +136,26 @@ def _content(source: Checkpoint) -> dict[str, Any]:
 def _full_config(content: dict[str, Any]) -> Any:
     import transformers
 
-    return transformers.AutoConfig.for_model(**content)
+    config = transformers.AutoConfig.for_model(**content)
+    if getattr(config, "block_auto_adjust_ff_dim", False):  # LFM2: a file has the size of the layers
+        size = int(2 * config.intermediate_size / 3)
+        if config.block_ffn_dim_multiplier is not None:
+            size, multiple = int(config.block_ffn_dim_multiplier * size), config.block_multiple_of
+            size = multiple * -(-size // multiple)
+        config.intermediate_size, config.block_auto_adjust_ff_dim = size, False
+    return config
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Parameters of rotary embeddings, as in version 5 of transformers; Gemma 3: of layers with full attention."""
+    """Parameters of rotary embeddings, as in version 5 of transformers; Gemma 3: of layers with full attention.
+
+    Without ``rope_theta``, the model has no such embeddings (BLOOM, StarCoder).
+    """
     found = getattr(config, "rope_parameters", None)
     if found is None:  # version 4
         scaling = getattr(config, "rope_scaling", None) or {}
-        found = {"rope_type": scaling.get("type", "default"), "rope_theta": config.rope_theta, **scaling}
+        theta = getattr(config, "rope_theta", None)
+        found = {"rope_type": scaling.get("type", "default"), "rope_theta": theta, **scaling}
     return dict(found.get("full_attention", found))
 
 
@@ -167,7 +178,7 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
         "attention.value_length": head_dim,
         f"attention.{norm}": float(getattr(config, about.epsilon, 1e-5)),  # a constant in OLMo
         "rope.dimension_count": rotated,
-        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.freq_base": None if rope.get("rope_theta") is None else float(rope["rope_theta"]),
     }
     numbers |= about.constants
     for entry in about.entries:
@@ -200,6 +211,8 @@ def _metadata(config: Any, arch: str, about: Architecture) -> tuple[dict[str, An
         numbers["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     elif kind != "default":
         raise CheckpointError(f"GGUF: rotary embeddings scaled by {kind!r} are not supported")
+    if numbers["rope.freq_base"] is None:
+        numbers = {key: value for key, value in numbers.items() if not key.startswith("rope.")}
     named = {f"{arch}.{key}": value for key, value in numbers.items()}
     return {"general.architecture": arch, "general.quantization_version": 2, **named}, floats
 
@@ -299,12 +312,16 @@ def _values(made: Planned, model: Model, source: Checkpoint, name: str) -> tuple
 
 
 def _check_config(made: Planned, config: Any) -> None:
-    """Raise CheckpointError if the file stands for a model with another config."""
+    """Raise CheckpointError if the file stands for a model with another config.
+
+    What config.json has besides, such as notes of other tools, is not known to transformers and has no effect.
+    """
     import transformers
 
     wanted, read = config.to_dict(), transformers.AutoConfig.for_model(**Model(made).config).to_dict()
+    known = type(config)().to_dict()
     for key, value in wanted.items():
-        if _WITHOUT_EFFECT.fullmatch(key) or (key not in read and not value):
+        if key not in known or _WITHOUT_EFFECT.fullmatch(key) or (key not in read and not value):
             continue
         if not _alike(value, read.get(key)):
             raise CheckpointError(
@@ -316,7 +333,8 @@ def _check_config(made: Planned, config: Any) -> None:
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         keys = (one.keys() | other.keys()) - {"type"}  # version 4 of transformers' name of rope_type
-        return all(_alike(one.get(key), other.get(key)) for key in keys)
+        missing = {"partial_rotary_factor": 1.0}
+        return all(_alike(*(of.get(key, missing.get(key)) for of in (one, other))) for key in keys)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_alike, one, other))
     if isinstance(one, float) or isinstance(other, float):
