@@ -130,9 +130,9 @@ def _cpu_family() -> str:
 
 def _cpu_level() -> str:
     """The level of qao's kernels on this CPU."""
-    from qao import _host
+    from qao.ops.library import cpu_features
 
-    return str(_host.cpu_features()["selected"])
+    return str(cpu_features()["selected"])
 
 
 def _cpu_name() -> str:

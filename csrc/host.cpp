@@ -186,29 +186,6 @@ py::list kernels() {
   return rows;
 }
 
-py::dict cpu_features() {
-  cpu::Features selected;
-  const Status status = cpu::selected_features(&selected);
-  py::dict result;
-  result["detected"] = cpu::highest_level(cpu::detected_features()).name;
-  result["features"] = cpu::names_of(cpu::detected_features());
-  result["selected"] = status.ok() ? py::object(py::str(cpu::highest_level(selected).name)) : py::none();
-  result["error"] = status.ok() ? py::object(py::none()) : py::str(status.message());
-  return result;
-}
-
-py::dict build_info() {
-  const std::string cuda = QAO_CUDA_VERSION;
-  py::dict result;
-  result["version"] = QAO_VERSION;
-  result["cuda"] = cuda.empty() ? py::object(py::none()) : py::str(cuda);  // toolkit; None: built without CUDA kernels
-  result["archs"] = py::str(QAO_CUDA_ARCHS).attr("split")();
-  result["compiler"] = QAO_COMPILER;
-  result["torch"] = QAO_TORCH_VERSION;
-  result["torch_target"] = QAO_TORCH_TARGET;
-  return result;
-}
-
 py::dict layout() {
   py::dict result;
   result["TILE_N"] = int4::kTileN;
@@ -270,10 +247,5 @@ PYBIND11_MODULE(_host, m) {
   m.def("kernels", &kernels,
         "Every kernel with the instruction that multiplies: one dict a CUDA tile that some plan uses on a compute "
         "capability, one a CPU kernel of an instruction set.");
-  m.def("cpu_features", &cpu_features,
-        "detected and selected level, features (all that were detected, as in /proc/cpuinfo), or error: why none is "
-        "selected.");
-  m.def("build_info", &build_info,
-        "version, cuda (toolkit, or None), archs, compiler, torch (headers), torch_target (oldest torch it loads on).");
   m.def("layout", &layout, "Sizes of the packed int4 layout: TILE_N, TILE_K, TILE_BYTES.");
 }

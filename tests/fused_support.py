@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from checkpoint_support import ORDERS, words
 from qao.ops import reference
-from qao.schemes.base import _host
+from qao.ops.library import cpu_features
 from torch import Tensor
 from torch.nn import functional
 
@@ -138,7 +138,7 @@ def check(y: Tensor, dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor,
 
 def on_amx() -> bool:
     """Whether kernels round W of short groups to bfloat16."""
-    return _host is not None and _host.cpu_features()["selected"] == "amx"
+    return cpu_features()["selected"] == "amx"
 
 
 def check_rounded(

@@ -15,6 +15,7 @@ from qao.checkpoints.gguf.read import GgufCheckpoint
 from qao.cli import main
 from qao.nn import QuantEmbedding
 from qao.nn.packed_module import PackedModule
+from qao.ops.library import cpu_features
 from qao.schemes import GgufWeightOnly, scheme_from_dict
 from qao.schemes.gguf import GGUF_NUMBERS
 from test_gguf import stored
@@ -92,12 +93,12 @@ def test_the_dtype_of_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = write(tmp_path / "model.gguf", "Q6_K")
     bfloat16 = ("avx512_bf16", torch.bfloat16), ("amx", torch.bfloat16)
     for selected, dtype in (("avx2", torch.float32), ("avx512", torch.float32), *bfloat16):
-        monkeypatch.setattr(model_class._host, "cpu_features", lambda: {"selected": selected})  # noqa: B023
+        monkeypatch.setattr(model_class, "cpu_features", lambda: {"selected": selected})  # noqa: B023
         model = qao.from_pretrained(path)
         assert model.model.norm.weight.dtype == model.model.embed_tokens.dtype == dtype
         assert model(torch.arange(4)[None]).logits.dtype == dtype
     # Other CPUs have no fast kernels of blocks: layers are float.
-    monkeypatch.setattr(model_class._host, "cpu_features", lambda: {"selected": "scalar"})
+    monkeypatch.setattr(model_class, "cpu_features", lambda: {"selected": "scalar"})
     assert not any(isinstance(module, PackedModule) for module in qao.from_pretrained(path).modules())
     monkeypatch.undo()
     assert qao.from_pretrained(path, dtype=torch.float16).model.norm.weight.dtype == torch.float16
@@ -173,12 +174,11 @@ def test_on_a_gpu_layers_are_float(tmp_path: Path) -> None:
     """GPUs have no kernels for the blocks."""
     from qao.integrations.huggingface.loading import check_devices
     from qao.integrations.huggingface.model_class import kept_gguf_types
-    from qao.schemes.base import _host
 
     path = write(tmp_path / "model.gguf", "Q4_K")
     assert GgufCheckpoint(path, native=()).float_linears == {"Q4_K": 8}
     assert not any(map(kept_gguf_types, ({"": "cuda:0"}, "cuda", 0)))
-    selected = _host.cpu_features()["selected"] if _host is not None else ""
+    selected = cpu_features()["selected"]
     kept = set(GGUF_NUMBERS) if selected in ("avx512", "avx512_bf16", "amx") else set()
     kept = set(GGUF_NUMBERS) - {"Q4_0", "Q4_1"} if selected in ("avx2", "avx_vnni") else kept
     assert all(set(kept_gguf_types(where)) == kept for where in (None, {"": torch.device("cpu")}, "cpu"))

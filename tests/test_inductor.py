@@ -265,7 +265,7 @@ def test_attention_without_groups_mask_or_cache(device: str) -> None:
 def test_each_attention_of_a_gpu_is_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In graphs on the meta device, which needs no GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "_host", None)
+    monkeypatch.setattr(attention, "build_info", lambda: {"cuda": "13.0"})
 
     def repeated(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
         each = k[:, :, None].expand(2, 2, 3, 60, 64).reshape(2, 6, 60, 64)

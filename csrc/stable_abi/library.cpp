@@ -70,5 +70,5 @@ const bool registered = register_once();
 
 }  // namespace
 
-// For python/qao/ops/matmul.py: 1 if this copy of the library registered the operators of this process.
+// For python/qao/ops/library.py: 1 if this copy of the library registered the operators of this process.
 extern "C" __attribute__((visibility("default"))) int qao_is_registered() { return registered; }

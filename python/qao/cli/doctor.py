@@ -123,14 +123,10 @@ def _facts() -> list[tuple[str, str]]:
 def _build() -> list[tuple[str, str]]:
     import torch
 
-    from ..diagnostics import doctor
     from ..nn import cuda_build
-    from ..schemes.base import _host
+    from ..ops.library import build_info, cpu_features
 
-    if _host is None:
-        problem = doctor.host_problem() or "this build has no qao._host; the operators do not need it"
-        return [("build", f"unknown: {problem}")]
-    build, cpu = _host.build_info(), _host.cpu_features()
+    build, cpu = build_info(), cpu_features()
     cuda = f"CUDA {build['cuda']} ({', '.join(build['archs'])})" if build["cuda"] else "no CUDA kernels"
     missing = cuda_build.problem()
     return [

@@ -30,10 +30,10 @@ def report(checks: Sequence[Check], speeds: list[dict[str, Any]]) -> dict[str, A
     import torch
 
     from ..diagnostics import hardware
-    from ..schemes.base import _host
+    from ..ops.library import build_info, cpu_features
 
     failed = [_plain(check.name) for check in checks if check.problem is not None]
-    cpu, build = (_host.cpu_features(), _host.build_info()) if _host is not None else ({}, {})
+    cpu, build = cpu_features(), build_info()
     driver = hardware.driver()
     of_build = re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", commit() or "")
     return {
@@ -47,13 +47,13 @@ def report(checks: Sequence[Check], speeds: list[dict[str, Any]]) -> dict[str, A
         "machine": platform.machine(),
         "cpu": {
             "model": _plain(hardware.cpu_model()),
-            "features": (cpu.get("features") or "").split(),
-            "kernels": cpu.get("selected"),
+            "features": (cpu["features"] or "").split(),
+            "kernels": cpu["selected"],
             "threads": torch.get_num_threads(),
         },
         "cuda": {
             "torch": torch.version.cuda,
-            "qao": build.get("cuda"),
+            "qao": build["cuda"],
             "driver": driver and driver.version,
             "driver_cuda": driver and driver.cuda,
         },

@@ -12,6 +12,7 @@ import torch
 
 from .._version import __version__
 from ..nn import cuda_build
+from ..ops.library import build_info, cpu_features
 from ..schemes.base import _host
 from .operator_checks import OF_CPU, OPERATORS
 
@@ -53,9 +54,7 @@ def host_problem() -> str | None:
 def _build() -> Iterator[Check]:
     if (problem := host_problem()) is not None:
         yield Check("qao._host", problem)
-    if _host is None:
-        return
-    build, cpu = _host.build_info(), _host.cpu_features()
+    build, cpu = build_info(), cpu_features()
     mixed = f"libraries of qao {build['version']} with Python sources of {__version__}: reinstall qao"
     yield Check("one version", None if build["version"] == __version__ else mixed)
     yield Check("instruction set", cpu["error"])

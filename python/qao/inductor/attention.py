@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..schemes.base import _host
+from ..ops.library import build_info
 from .nodes import arguments, aten, call, is_call, strip, value
 from .report import Report
 
 MOST_QUERIES = 16  # tokens of a call up to which the operator is faster: decoding, and checks of drafted tokens
-_MASKS = {  # ATen's attention on a CPU and on a GPU, and its argument of the mask
+MASKS = {  # ATen's attention on a CPU and on a GPU, and its argument of the mask
     aten._scaled_dot_product_flash_attention_for_cpu.default: "attn_mask",
     aten._scaled_dot_product_cudnn_attention.default: "attn_bias",
     aten._scaled_dot_product_efficient_attention.default: "attn_bias",
@@ -32,28 +32,25 @@ _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 def replace_attention(graph: Graph, report: Report) -> None:
     """Replace the attention of few tokens in ``graph``, in place."""
     for node in list(graph.nodes):
-        if not is_call(node, *_MASKS):
+        if not is_call(node, *MASKS):
             continue
         given = arguments(node)
         why = _unsuitable(node, given)
         if why is not None:
             report.leave(f"attention: {why}", node)
             continue
-        query, key, other = given["query"], _ungrouped(given["key"]), _ungrouped(given["value"])
+        query, key, other = given["query"], ungrouped(given["key"]), ungrouped(given["value"])
         # The operator broadcasts the mask, and reads one that heads share once.
-        mask = _plain_mask(given.get(_MASKS[node.target]))
-        scale = given["scale"] if given["scale"] is not None else value(query).shape[-1] ** -0.5
+        mask = plain_mask(given.get(MASKS[node.target]))
+        scale = scale_of(given)
         with graph.inserting_before(node):
             y = call(graph, node, torch.ops.qao.decode_attention.default, query, key, other, mask, scale)
             y = call(graph, node, aten.permute.default, y, [0, 2, 1, 3])
-        for user in list(node.users):
-            user.replace_all_uses_with(y)
-            graph.erase_node(user)
-        graph.erase_node(node)
+        put(graph, node, y)
         report.replace("decode_attention", node)
 
 
-def _plain_mask(node: Any) -> Any:
+def plain_mask(node: Any) -> Any:
     """A mask before ATen expanded it, and before it turned booleans to numbers."""
     node = strip(node, aten.expand.default)
     if is_call(node, aten.where.self):
@@ -61,6 +58,10 @@ def _plain_mask(node: Any) -> Any:
         if _constant(given["self"]) == 0 and _constant(given["other"]) in _EXCLUDED:
             return strip(given["condition"], aten.expand.default)
     return node
+
+
+def scale_of(given: dict[str, Any]) -> float:
+    return float(given["scale"] if given["scale"] is not None else value(given["query"]).shape[-1] ** -0.5)
 
 
 def _constant(node: Any) -> float | None:
@@ -81,19 +82,34 @@ def _unsuitable(node: Node, given: dict[str, Any]) -> str | None:
         return f"more than {MOST_QUERIES} tokens, for which ATen's kernel is faster"
     if given["is_causal"]:
         return "a causal mask without a tensor"
+    if why := unfit(node, given):
+        return why
+    return _unsuitable_on_a_gpu(given) if value(given["query"]).device.type != "cpu" else None
+
+
+def unfit(node: Node, given: dict[str, Any]) -> str | None:
+    """Why no other kernel can take the place of this attention."""
     if given["dropout_p"]:
         return "dropout"
     if any(not is_call(user, operator.getitem) or (user.args[1] != 0 and user.users) for user in node.users):
         return "its log-sum-exp is used"
-    if _ungrouped(given["key"]) is not given["key"] and _groups(given["key"]) != _groups(given["value"]):
+    if ungrouped(given["key"]) is not given["key"] and groups(given["key"]) != groups(given["value"]):
         return "keys and values are repeated differently"
-    return _unsuitable_on_a_gpu(given) if value(given["query"]).device.type != "cpu" else None
+    return None
+
+
+def put(graph: Graph, node: Node, y: Node) -> None:
+    """Make the users of attention read ``y``, and erase it."""
+    for user in list(node.users):
+        user.replace_all_uses_with(y)
+        graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def _unsuitable_on_a_gpu(given: dict[str, Any]) -> str | None:
     """Why this attention on a GPU stays."""
     query, sizes = value(given["query"]), (value(given["query"]).shape[3], value(given["value"]).shape[3])
-    if _host is not None and not _host.build_info()["cuda"]:
+    if not build_info()["cuda"]:
         return "this build of qao has no CUDA kernels"
     if torch.cuda.get_device_capability(query.device)[0] != 9:
         return "the kernel is made for Hopper GPUs"
@@ -104,13 +120,13 @@ def _unsuitable_on_a_gpu(given: dict[str, Any]) -> str | None:
     return None
 
 
-def _ungrouped(node: Node) -> Node:
+def ungrouped(node: Node) -> Node:
     """Keys or values [B, heads, S, D] before they were repeated for the query heads of a group."""
     expanded = _expanded(node)
     return node if expanded is None else expanded.args[0].args[0]  # type: ignore[union-attr, return-value]
 
 
-def _groups(node: Node) -> int:
+def groups(node: Node) -> int:
     expanded = _expanded(node)
     return 1 if expanded is None else value(expanded).shape[2]
 

@@ -8,12 +8,12 @@ from functools import cache
 import torch
 
 from .._words import counted
-from ..schemes.base import _host
+from ..ops.library import build_info
 
 
 def problem() -> str | None:
-    """The problem and its remedy; None if the build has CUDA kernels, no GPU exists, or qao._host is missing."""
-    if _host is None or torch.version.cuda is None or _host.build_info()["cuda"]:
+    """The problem and its remedy; None if the build has CUDA kernels or no GPU exists."""
+    if torch.version.cuda is None or build_info()["cuda"]:
         return None
     count = torch.cuda.device_count()  # by NVML, without a CUDA context
     if not count:

@@ -1,15 +1,17 @@
-"""Loader of the operator library. Importing it registers ``torch.ops.qao.*``."""
+"""Loader of the operator library, and facts of its build. Importing it registers ``torch.ops.qao.*``."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 
-def _load() -> None:
+def _load() -> ctypes.CDLL:
     library = Path(__file__).parents[1] / "_C.so"
     if sys.platform != "linux":
         raise ImportError(
@@ -27,13 +29,37 @@ def _load() -> None:
             f"qao's operator library cannot be loaded with torch {torch.__version__}: {error}. qao needs torch >= "
             "2.11; upgrade torch or reinstall qao."
         ) from error
-    if not ctypes.CDLL(str(library)).qao_is_registered():
+    symbols = ctypes.CDLL(str(library))
+    if not symbols.qao_is_registered():
         others = {path for path in torch.ops.loaded_libraries if Path(path).parts[-2:] == ("qao", "_C.so")}
         first = ", ".join(sorted(others - {str(library.resolve())})) or "a place that torch does not know"
         raise ImportError(
             f"this process has already loaded another copy of qao, from {first}, so {library} cannot be used. "
             "Start a new process with one of them on sys.path."
         )
+    return symbols
 
 
-_load()
+_symbols = _load()
+
+
+@cache
+def build_info() -> dict[str, Any]:
+    """ "version", "cuda" (version of the toolkit; None without CUDA kernels), "archs", "compiler", "torch" and
+    "torch_target", the oldest torch that loads the library."""
+    facts = _facts("qao_build_info")
+    return {**facts, "archs": (facts["archs"] or "").split()}
+
+
+@cache
+def cpu_features() -> dict[str, str | None]:
+    """ "selected", the instruction set of the CPU kernels; "detected", the highest that this CPU has, with its
+    "features"; "error": why none could be selected (QAO_CPU_ISA)."""
+    return _facts("qao_cpu_features")
+
+
+def _facts(function: str) -> dict[str, str | None]:
+    call = getattr(_symbols, function)
+    call.restype = ctypes.c_char_p
+    lines = (line.partition("\t") for line in call().decode().splitlines())
+    return {name: value or None for name, _, value in lines}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ops import packed_shape
 from ..ops.batch_invariant import MODE
+from ..ops.library import cpu_features
 from ..quant_primitives.integer import QuantizedWeight, as_stored
 
 try:
@@ -223,7 +224,7 @@ class Scheme(ABC):
         problem = self._problem(m=m, n=n, k=k, x_dtype=x, scale_dtype=scales, batch_invariant=MODE.on)
         if device.type == "cpu":
             kernel = _host.cpu_kernel(problem)
-            return {"kernel": kernel, "text": f"for M = {m} with {x} activations on {_host.cpu_features()['selected']}"}
+            return {"kernel": kernel, "text": f"for M = {m} with {x} activations on {cpu_features()['selected']}"}
         properties = torch.cuda.get_device_properties(device)
         gpu = _host.Gpu(
             compute_capability=10 * properties.major + properties.minor,

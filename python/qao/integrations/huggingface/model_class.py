@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ...ops.library import cpu_features
 from ...schemes import FLOAT_DTYPES
-from ...schemes.base import _host
 from ...schemes.gguf import GGUF_NUMBERS
 from .config import QaoConfig
 
@@ -141,8 +141,8 @@ def dtype_of(config: Any, checkpoint: Any) -> torch.dtype:
         given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)
     if isinstance(given, torch.dtype):
         return given
-    if getattr(checkpoint, "native", ()) and checkpoint.layers and _host is not None:
-        return torch.bfloat16 if _host.cpu_features()["selected"] in _BF16 else torch.float32
+    if getattr(checkpoint, "native", ()) and checkpoint.layers:
+        return torch.bfloat16 if cpu_features()["selected"] in _BF16 else torch.float32
     if getattr(checkpoint, "mxfp4", False):
         return torch.bfloat16
     floats = [found for found in map(checkpoint.shape_dtype, checkpoint.others) if found[1].is_floating_point]
@@ -151,9 +151,9 @@ def dtype_of(config: Any, checkpoint: Any) -> torch.dtype:
 
 def kept_gguf_types(device_map: Any) -> tuple[str, ...]:
     """Types of GGUF blocks with a kernel that is faster than other weights, on the CPU that holds all of a model."""
-    if _host is None or not _is_on_cpu(device_map):
+    if not _is_on_cpu(device_map):
         return ()
-    selected = _host.cpu_features()["selected"]
+    selected = cpu_features()["selected"]
     if selected in _GGUF_BUT_4_BITS:
         return tuple(kind for kind in GGUF_NUMBERS if kind not in ("Q4_0", "Q4_1"))
     return tuple(GGUF_NUMBERS) if selected in _GGUF else ()

@@ -20,9 +20,9 @@ from ... import ops
 from ..._version import __version__
 from ...checkpoints.plain import group_size_of, regroup, unpack
 from ...ops.batch_invariant import MODE
+from ...ops.library import build_info
 from ...ops.signature import SIGNATURES, invariant
 from ...schemes import Int4WeightOnly, Int8WeightOnly, PackedWeight, Scheme
-from ...schemes.base import _host
 
 MIN_CAPABILITY = 80
 TESTED = {"vllm": "0.30 to 0.33", "sglang": "0.5.16 and 0.5.20 to 0.5.23"}  # tests/engines.json
@@ -97,7 +97,7 @@ def is_off(engine: str) -> bool:
 
 def unsupported_gpu(compute_capability: int | None) -> str | None:
     """Why no qao kernel runs on a GPU of this compute capability (90; None: unknown); None if kernels exist."""
-    if _host is not None and _host.build_info()["cuda"] is None:
+    if build_info()["cuda"] is None:
         return "this build of qao has no CUDA kernels: install one that was built with nvcc"
     if compute_capability is not None and compute_capability < MIN_CAPABILITY:
         return f"qao needs compute capability {MIN_CAPABILITY}, this is {compute_capability}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._version import __version__
-from ...schemes.base import _host
+from ...ops.library import build_info
 from ..serving.interface import function_of
 from ..wrapping import wrap
 from . import PARTS, failed_parts
@@ -35,7 +35,7 @@ def _sources() -> str:
 
 def factors() -> list[str]:
     """qao's version and build, its active parts, and its switches in this process."""
-    build = sorted(_host.build_info().items()) if _host is not None else []
+    build = sorted(build_info().items())
     parts = sorted({*PARTS.values()} - failed_parts())
     switches = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("QAO_"))
     return [f"qao {__version__}", _sources(), str(build), *parts, *switches]
