@@ -15,10 +15,12 @@ from .counters import join_counters
 from .norms import fuse_norms
 from .outer import multiply_outer_products
 from .products import merge_products
+from .prompt_attention import replace_prompt_attention
 from .quantizers import fuse_quantization
 from .token_attention import fuse_token_attention
 
 _PASSES = (
+    replace_prompt_attention,
     replace_attention,
     fuse_token_attention,
     fuse_quantization,
