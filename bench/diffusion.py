@@ -1,14 +1,15 @@
 """Denoising step of a diffusion transformer under 8-bit schemes, compiled: ``python -m bench diffusion``.
 
 The model is diffusers' FluxTransformer2DModel in the shape of FLUX.1-dev with random weights, so nothing is downloaded.
-A step has the tokens of an image of 1024 x 1024 pixels and of its text. Quantized models are compiled with the backend
-"qao", the model in bfloat16 with Inductor.
+A step has the tokens of an image of 1024 x 1024 pixels and of its text. The repeated blocks are compiled, as diffusers
+recommends: those of quantized models with the backend "qao", those of the model in bfloat16 with Inductor.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,6 +25,7 @@ from .meta import describe, warn_if_busy
 from .result_files import write
 from .schemes import LAYER_SCHEMES
 from .timing import seconds_of
+from .turns import Turns
 
 COMMON = {"in_channels": 64, "guidance_embeds": True}
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,6 +52,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--side", type=int, default=_SIDE, metavar="T", help="tokens of a side of the image")
     command.add_argument("--schemes", nargs="+", choices=CONTENDERS, default=[BASELINE, *SCHEMES], metavar="NAME")
     command.add_argument("--backend", default="qao", help="of torch.compile, for quantized models")
+    command.add_argument(
+        "--turns", type=Path, metavar="FILE", help="of several runs on one GPU: one measures while none compiles"
+    )
 
 
 @torch.no_grad()
@@ -61,29 +66,42 @@ def run(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
     meta |= {"image_tokens": arguments.side**2, "text_tokens": _TEXT}
     warn_if_busy(meta)
     rows: list[dict[str, Any]] = []
-    for word in arguments.schemes:
-        gc.collect()
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        with torch.device(arguments.device):
-            model = diffusers.FluxTransformer2DModel(**COMMON | MODELS[arguments.model])
-        model = model.to(torch.bfloat16).eval()
-        if word != BASELINE:
-            qao.quantize_(model, LAYER_SCHEMES[word], progress=False)
-        inputs = _inputs(arguments, model)
-        expected = model(**inputs)[0]
-        backend = "inductor" if word == BASELINE else arguments.backend
-        step = partial(torch.compile(model, fullgraph=True, backend=backend), **inputs)
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Turns(arguments.turns or Path(folder) / "turns")
+        for word in arguments.schemes:
+            rows.append(_measure(arguments, word, turns))
+            write({"meta": meta, "rows": rows}, path)
+    return {"meta": meta, "rows": rows}
+
+
+def _measure(arguments: argparse.Namespace, word: str, turns: Turns) -> dict[str, Any]:
+    with turns.start():
+        model = _model(arguments, word)
+        step = partial(model, **_inputs(arguments, model))
+        expected = step()[0]
+        model.compile_repeated_blocks(fullgraph=True, backend="inductor" if word == BASELINE else arguments.backend)
         first_s = seconds_of(step, 1, arguments.device)
         difference = relative_difference(step()[0], expected)
-        if not difference < _MOST_DIFFERENCE:
-            raise RuntimeError(f"{word}: a compiled step differs by {difference:.3g} from an eager one")
+    if not difference < _MOST_DIFFERENCE:
+        raise RuntimeError(f"{word}: a compiled step differs by {difference:.3g} from an eager one")
+    with turns.measure():
         step_s = median(seconds_of(step, 1, arguments.device) for _ in range(_ROUNDS))
-        rows.append({"scheme": word, "weights_mib": weights_mib(model), "step_ms": 1e3 * step_s, "first_s": first_s})
-        print(f"{word:<10} {1e3 * step_s:8.1f} ms per step, first {first_s:.0f} s", flush=True)
-        write({"meta": meta, "rows": rows}, path)
-        del model, step
-    return {"meta": meta, "rows": rows}
+    print(f"{word:<10} {1e3 * step_s:8.1f} ms per step, first {first_s:.0f} s", flush=True)
+    return {"scheme": word, "weights_mib": weights_mib(model), "step_ms": 1e3 * step_s, "first_s": first_s}
+
+
+def _model(arguments: argparse.Namespace, word: str) -> Any:
+    import diffusers
+
+    gc.collect()  # the model before
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        model = diffusers.FluxTransformer2DModel(**COMMON | MODELS[arguments.model])
+    model = model.to(torch.bfloat16).eval()
+    if word != BASELINE:
+        qao.quantize_(model, LAYER_SCHEMES[word], progress=False)
+    return model
 
 
 def _inputs(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
