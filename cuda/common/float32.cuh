@@ -37,6 +37,11 @@ static __global__ void __launch_bounds__(256)
       rest = finite ? rest - piece : 0.0f;
     }
   }
+  // The padding, of less than eight columns, which copies of whole rows read.
+  if (group == groups - 1 && k + lane < part_stride) {
+#pragma unroll
+    for (int part = 0; part < kFloat32Parts; ++part) to[part * part_stride + k + lane] = 0;
+  }
   if (group_sums == nullptr) return;
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
