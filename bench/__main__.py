@@ -185,11 +185,11 @@ def main() -> int:
             parser.error(f"tune: torch {torch.__version__} sees no GPU")
         kinds, gpu = arguments.operands or tune.OPERANDS, torch.cuda.get_device_name()
         return 0 if tune.run(kinds, arguments.sweep, gpu, ceilings("cuda")[0] / 1e6) else 1
-    if getattr(arguments, "add", None):
+    joined = {"generate": generate, "vllm": serving, "sglang": serving}  # the others join in their own runs
+    if arguments.command in joined and arguments.add:
         if arguments.out is None:
             parser.error("--add needs --out, the folder of the results")
-        of = generate if arguments.command == "generate" else serving
-        of.add(arguments, arguments.out / f"{arguments.command}.csv")
+        joined[arguments.command].add(arguments, arguments.out / f"{arguments.command}.csv")
         return 0
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")

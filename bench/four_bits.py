@@ -115,6 +115,17 @@ def _llm_compressor(size: int) -> Calibrating:
     return calibrated
 
 
+def _random_tokens(size: int) -> Calibrating:
+    """qao's method "importance" on random tokens, which needs no text."""
+
+    def calibrated(model: nn.Module, data: list[Tensor], rules: Any) -> float:
+        scheme = _int4(size)
+        report = qao.calibrate(model, None, {name: rule and scheme for name, rule in rules.items()}, progress=False)
+        return 8 * report.bytes_after / report.parameters_quantized
+
+    return calibrated
+
+
 def _int4(size: int, **options: Any) -> qao.Scheme:
     return qao.Int4WeightOnly(group_size=size, scale_dtype=HALF, **options)
 
@@ -138,6 +149,7 @@ METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]]
     **{f"llama.cpp {name}": (ggml.quantizing(name), 0) for name in ggml.MIXES},
     **{f"llama.cpp {name}, types of its file": (ggml.quantizing(name, whole_rows=True), 0) for name in ggml.MIXES},
     **{f"llama.cpp {name}, importance matrix": (ggml.quantizing(name), 16) for name in _WITH_MATRIX},
+    **{f"qao int4 g{size}, random tokens": (_random_tokens(size), 0) for size in (128, 64, 32)},
     "qao int4 g128, calibrated": (_int4(128), 16),
     "qao int4 g64, calibrated": (_int4(64), 16),
     "qao int4 g32, calibrated": (_int4(32), 16),
@@ -207,13 +219,13 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
 def joined(before: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Rows of both, with the numbers of the other where both have one, in the order of METHODS.
 
-    Both share a reference.
+    Both share a reference. Seconds are those of the machine of the first run, but in added rows.
     """
     assert abs(before["meta"]["nats_per_token"] - other["meta"]["nats_per_token"]) < 1e-4
     rows: dict[str, dict[str, Any]] = {}
     for row in (*before["rows"], *other["rows"]):
         rows[row["method"]] = rows.get(row["method"], {}) | row
-    return {"meta": other["meta"], "rows": [rows[name] for name in METHODS if name in rows]}
+    return {"meta": before["meta"], "rows": [rows[name] for name in METHODS if name in rows]}
 
 
 def _texts(method: Any) -> int:

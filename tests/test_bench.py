@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -716,10 +717,18 @@ def test_two_runs_of_four_bits_become_one() -> None:
         "rows": [{"method": third, "permuted": 2}, {"method": first, "bits": 2}],
     }
     rows = [{"method": first, "bits": 2}, {"method": second, "bits": 1}, {"method": third, "bits": 1, "permuted": 2}]
-    assert four_bits.joined(before, other) == {"meta": other["meta"], "rows": rows}
+    assert four_bits.joined(before, other) == {"meta": before["meta"], "rows": rows}
     other["meta"]["nats_per_token"] = 2.9
     with pytest.raises(AssertionError):
         four_bits.joined(before, other)
+
+
+def test_the_command_joins_runs_of_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = bench_command.RESULTS / "cpu" / "four_bits.csv"
+    shutil.copy(source, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench", "four_bits", "--add", str(source), "--out", str(tmp_path)])
+    bench_command.main()
+    assert (tmp_path / source.name).read_text() == source.read_text()
 
 
 def test_two_runs_of_calibration_become_one() -> None:

@@ -244,8 +244,8 @@ def test_memory_holds_statistics_of_one_block(
     made: list[weakref.ref[Inputs]] = []
 
     class Counted(Inputs):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, squares: bool) -> None:
+            super().__init__(squares)
             made.append(weakref.ref(self))
             gc.collect()
             assert sum(one() is not None for one in made) <= 2
@@ -256,3 +256,67 @@ def test_memory_holds_statistics_of_one_block(
     assert len(made) == 7  # of six blocks, and of the head
     gc.collect()
     assert all(one() is None for one in made)
+
+
+class Embedding(Model):
+    """A model that names its embedding of tokens."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+
+def test_random_tokens(device: str) -> None:
+    """Columns are weighted by their inputs: less error on other tokens than from weights alone, and no text."""
+    torch.manual_seed(0)
+    model = Embedding().eval().to(device)
+    with torch.no_grad():
+        for block in model.blocks:  # large and small inputs in every group
+            block.norm.weight.copy_(torch.linspace(-3, 3, WIDTH)[torch.randperm(WIDTH)].exp())
+    reference, nearest, again = (copy.deepcopy(model) for _ in range(3))
+    qao.quantize_(nearest, INT4)
+    report = qao.calibrate(model, None, INT4)
+    ids = [torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(7))]
+    assert off(model, reference, ids, device) < 0.9 * off(nearest, reference, ids, device)
+    rows = [row for row in report.rows if row.status == "quantized"]
+    assert len(rows) == 7 and all(row.note is None and row.output_error is None for row in rows)
+    qao.calibrate(again, None, INT4)
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), again.buffers(), strict=True))
+
+
+def test_importance_of_a_text(model: Model, data: list[Tensor], device: str) -> None:
+    """The scales are those of the search with the mean squares of the inputs."""
+    seen: list[Tensor] = []
+    handle = model.blocks[0].up.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    with torch.no_grad():
+        for ids in data:
+            model(ids.to(device))
+    handle.remove()
+    squares = torch.cat([x.flatten(0, 1) for x in seen]).square().mean(0)
+    weight = model.blocks[0].up.weight.detach().clone()
+    qao.calibrate(model, data, INT4, method="importance")
+    expected = INT4.quantize(weight, "up", squares)
+    layer = model.blocks[0].up
+    same = (layer.scales.float() - expected.scales.float()).abs() <= 1e-3 * expected.scales.float().abs()
+    assert same.double().mean() > 0.99  # squares are summed in another order
+    assert (layer.dequantize(torch.float32) - weight).abs().max() < 0.1
+
+
+def test_few_tokens_do_not_count(device: str) -> None:
+    torch.manual_seed(0)
+    model = Embedding().eval().to(device)
+    expected = copy.deepcopy(model)
+    qao.quantize_(expected, INT4)
+    qao.calibrate(model, [torch.arange(31)[None]], INT4, method="importance")
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), expected.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("method", ["gptq", "smoothquant"])
+def test_other_methods_need_data(method: str) -> None:
+    with pytest.raises(ValueError, match=f"{method} needs data; random tokens"):
+        qao.calibrate(Embedding(), None, INT4, method=method)
+
+
+def test_random_tokens_need_an_embedding(model: Model) -> None:
+    with pytest.raises(ValueError, match=r"data is None.*get_input_embeddings\(\) of Model.*qao.quantize_"):
+        qao.calibrate(model, None, INT4)
+    assert not any(isinstance(module, qao.QuantLinear) for module in model.modules())

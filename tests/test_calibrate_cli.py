@@ -93,3 +93,18 @@ def test_errors(llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main([*base, str(text), "--samples", "0"]) == 2
     assert main([*base, str(text), "--to", "qao"]) == 2
     assert not out.exists()
+
+
+def test_random_tokens(llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, rest = tmp_path / "out", ["--scheme", "int4", "--group-size", "32", "--quiet", "--random-tokens"]
+    assert main(["quantize", str(llama), str(out), *rest, "--json", "--exclude", "lm_head"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["tokens"], report["method"]) == (0, 0, "importance")
+    model = load(llama)
+    qao.calibrate(model, None, {"lm_head": None, "re:.*": qao.Int4WeightOnly(group_size=32)}, progress=False)
+    written = qao.from_pretrained(out)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, qao.QuantLinear)}
+    assert layers and all(torch.equal(written.get_submodule(name).qweight, one.qweight) for name, one in layers.items())
+    for more in (["--calibrate", str(text)], ["--method", "gptq"]):
+        assert main(["quantize", str(llama), str(tmp_path / "other"), *rest, *more]) == 2
+        assert "takes the place of a text" in capsys.readouterr().err

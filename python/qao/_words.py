@@ -18,7 +18,7 @@ SCHEMES = {
     "fp8_int4": "Float8DynamicActivationInt4Weight",
 }
 # Methods of qao.calibrate.
-METHODS = ("gptq", "smoothquant")
+METHODS = ("gptq", "smoothquant", "importance")
 
 # ---- names in other libraries ----
 

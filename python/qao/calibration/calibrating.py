@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,20 +24,21 @@ from ..schemes import PackedWeight, Scheme
 from .choice import quantized
 from .scaling import smooth
 from .statistics import Inputs
-from .stream import Blocks, Call, called, check_first, evaluating, find_blocks, samples_of
+from .stream import Blocks, Call, called, check_first, evaluating, find_blocks, random_samples, samples_of
 
 Unit = list[Layer]
 
 UNREACHED = "the data did not reach it; rounded to nearest"
+_LEAST_TOKENS = 32  # of a layer for the method "importance": few tokens say less than other layers' weights
 
 
 @modes.neutral()
 def calibrate(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[Any] | None,
     scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
     *,
-    method: str = "gptq",
+    method: str | None = None,
     damping: float = 0.01,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     embeddings: bool = False,
@@ -44,13 +46,13 @@ def calibrate(
     strict: bool = False,
     filter: Callable[..., bool] | None = None,
 ) -> Report:
-    """Quantizes the linear layers of ``model`` in place, calibrated on ``data``.
+    """Quantizes the linear layers of ``model`` in place, calibrated on ``data`` or on random tokens.
 
     The layers and formats are those of ``quantize_``; only the codes and scales differ, so run time is the same. Fused
     experts are rounded to nearest. All other weights are quantized by GPTQ for the inputs of their layer, computed with
-    the earlier layers already quantized (docs/calibrate.md). A model of decoder blocks runs one block at a time, twice
-    over all samples; any other model runs once as a whole, which the report's rows note. Gradients and training modes
-    are unchanged.
+    the earlier layers already quantized (docs/calibrate.md), or only weighted by these inputs. A model of decoder
+    blocks runs one block at a time, twice over all samples; any other model runs once as a whole, which the report's
+    rows note. Gradients and training modes are unchanged.
 
     If it is interrupted (an error, Ctrl-C), the model is unchanged.
 
@@ -58,25 +60,30 @@ def calibrate(
         model: with its weights on their devices; samples are moved to the device of its first parameter.
         data: samples of text from the model's domain; 64 to 256 of 512 tokens are enough. Each is token ids (a list, or
             int64 [T] or [B, T]), a tensor as the model's only argument, a tuple of arguments, or a mapping of keyword
-            arguments. Do not pad: padded positions count as tokens.
+            arguments. Do not pad: padded positions count as tokens. None: 512 random token ids of the vocabulary, for
+            the method "importance".
         scheme: as in ``quantize_``: one scheme, a dict from names, or a function.
-        method: "gptq"; or "smoothquant", which first moves activation outliers into weights where this is exact (for
-            schemes with quantized activations).
+        method: "gptq", the default with data; "smoothquant", which first moves activation outliers into weights where
+            this is exact (for schemes with quantized activations); "importance", the default without data: the search
+            for int4 scales weights columns by the mean square of their inputs, and codes are rounded to nearest.
         damping: of GPTQ, as a fraction of the mean diagonal of H: use more with little data.
         filter_fn, embeddings, progress, strict, filter: as in ``quantize_``.
 
     Returns:
-        The Report of ``quantize_``, with ``output_error`` in its rows: the relative error of the layer's outputs.
+        The Report of ``quantize_``, with ``output_error`` in its rows: the relative error of the layer's outputs (None
+        with the method "importance").
 
     Raises:
         TypeError, ValueError: as ``quantize_``; or the method is unknown, a scheme has fp4 weights, the model or a
-            sample is on meta, data is empty or has a wrong type, the model cannot run it, or inputs of a layer hold
-            NaN or Inf. The model is unchanged.
+            sample is on meta, data is empty or has a wrong type, data is None for another method or for a model without
+            an embedding of tokens, the model cannot run it, or inputs of a layer hold NaN or Inf. The model is
+            unchanged.
 
     The model runs under the caller's torch modes (autocast, TF32, default dtype ...); statistics and weights are always
     computed in float32 and float64.
     """
     check_module(model, "calibrate")
+    method = ("importance" if data is None else "gptq") if method is None else method
     if method not in METHODS:
         raise ValueError(f"calibrate: method must be one of {', '.join(METHODS)}, not {method!r}")
     if not (isinstance(damping, (int, float)) and 0 < damping <= 1):
@@ -85,11 +92,15 @@ def calibrate(
     if any(isinstance(module, Sharded) for module in model.modules()):
         raise ValueError("calibrate: the model is sharded, and calibration needs whole weights. Shard it afterwards.")
     filter_fn = layer_filter(filter_fn, filter, "calibrate")
-    calls = samples_of(data, model)
+    if data is None and method != "importance":
+        raise ValueError(f'calibrate: {method} needs data; random tokens (data=None) only serve method="importance"')
+    calls = samples_of(random_samples(model) if data is None else data, model)
     planned = quantize.plan(model, scheme, filter_fn, embeddings, None, strict)
     _check_schemes(planned.pending)
     units = quantize.units_of(planned.pending)
     experts = [layer for unit in planned.experts for layer in unit]
+    inferred = quantize.importance_of(planned.layers) if method == "importance" else {}
+    take = partial(_weigh, inferred=inferred) if method == "importance" else partial(_quantize, damping=damping)
     before = [(layer, layer.module) for layer in (*planned.pending, *experts)]
     folded: list[Callable[[], None]] = []
     try:
@@ -97,8 +108,8 @@ def calibrate(
             check_first(model, calls)
             if method == "smoothquant":
                 smooth(model, calls, units, folded)
-            for some, hessian, note in _inputs(model, calls, units, progress):
-                _quantize(some, hessian, note, damping)
+            for some, mean, note in _inputs(model, calls, units, progress, method == "importance"):
+                take(some, mean, note)
             for unit in planned.experts:
                 fused_experts.replace(unit, None)
     except BaseException:
@@ -137,9 +148,11 @@ def _check_data(model: nn.Module) -> None:
 
 
 def _inputs(
-    model: nn.Module, calls: list[Call], units: list[Unit], progress: bool
+    model: nn.Module, calls: list[Call], units: list[Unit], progress: bool, squares: bool = False
 ) -> Iterator[tuple[list[Unit], Tensor | None, str | None]]:
     """Yields units of one scheme with a common input, its mean of x xᵀ (None: no token reached them) and a note.
+
+    With ``squares`` the mean is that of x² (None: fewer than _LEAST_TOKENS reached them).
 
     The caller quantizes them before it takes the next ones: the outputs of each block are then computed again for the
     next block.
@@ -150,26 +163,27 @@ def _inputs(
     inside = _by_block(blocks, units)
     stages = {id(unit) for some in inside for unit in some}
     outside = [unit for unit in units if id(unit) not in stages]
+    least = _LEAST_TOKENS if squares else 1
     with tqdm(total=len(units), desc="calibrate", unit="layer", delay=2, disable=not progress) as bar:
         for index, some in enumerate(inside):
             assert blocks is not None
-            inputs = Inputs()
+            inputs = Inputs(squares)
             if some:
                 with inputs.watch(_linears(some)):
                     blocks.run(index, inputs.forget, keep=False)
             for together in _with_one_input(some, inputs):
-                yield together, inputs.hessian(_linears(together[:1]), together[0][0].row.name), None
+                yield together, inputs.mean(_linears(together[:1]), together[0][0].row.name, least), None
                 bar.update(len(together))
             blocks.run(index, inputs.forget, keep=True)
         if outside:
             note = f"calibrated in one pass over the whole model: {why}" if why else None
-            inputs = Inputs()
+            inputs = Inputs(squares)
             with inputs.watch(_linears(outside)):
                 for args, keywords in calls:
                     called(model, args, keywords)
                     inputs.forget()
             for together in _with_one_input(outside, inputs):
-                yield together, inputs.hessian(_linears(together[:1]), together[0][0].row.name), note
+                yield together, inputs.mean(_linears(together[:1]), together[0][0].row.name, least), note
                 bar.update(len(together))
 
 
@@ -218,3 +232,14 @@ def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, dampi
         for layer in unit:
             layer.row.output_error, layer.row.output_error_nearest = error, of_nearest
             layer.row.note = layer.row.note if note is None else "; ".join(filter(None, (layer.row.note, note)))
+
+
+def _weigh(units: list[Unit], squares: Tensor | None, note: str | None, inferred: Mapping[str, Tensor]) -> None:
+    """Quantizes layers with a common input, of which ``squares`` [K] is the mean square by column."""
+    for unit in units:
+        name, scheme = unit[0].row.name, unit[0].scheme
+        assert scheme is not None
+        importance = inferred.get(name) if squares is None or not squares.any() else squares
+        quantize.put(unit, pack_weight(unit[0].weight, scheme, None, name, importance))
+        for layer in unit:
+            layer.row.note = "; ".join(filter(None, (layer.row.note, note))) or None

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..ops.modes import callers
 
+_RANDOM = 4, 128  # samples of random tokens, and their length
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a module
 
 
@@ -43,6 +44,28 @@ def samples_of(data: Any, model: nn.Module) -> list[Call]:
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     return [tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, (args, extra | kw)) for args, kw in calls]
+
+
+def random_samples(model: nn.Module) -> list[Tensor]:
+    """Ids of random tokens of the model's vocabulary, int64 [1, 128] each, always the same.
+
+    Raises:
+        ValueError: the model has no embedding of tokens.
+    """
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        embedding = find() if find is not None else None
+    except NotImplementedError:
+        embedding = None
+    count = getattr(embedding, "num_embeddings", None)
+    if count is None:
+        raise ValueError(
+            "calibrate: data is None, which stands for random tokens, and get_input_embeddings() of "
+            f"{type(model).__name__} gives no embedding of tokens. Pass samples, or use qao.quantize_"
+        )
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _RANDOM[1]
+    size = _RANDOM[0], 1, min(_RANDOM[1], longest)
+    return list(torch.randint(0, count, size, generator=torch.Generator().manual_seed(0)))
 
 
 def _call(sample: Any, index: int) -> Call:

@@ -1,4 +1,4 @@
-"""``qao quantize --calibrate``: loads a model, calibrates it on a text, and saves it."""
+"""``qao quantize --calibrate``: loads a model, calibrates it on a text or on random tokens, and saves it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
     output = Output(args)
     if args.to is not None and args.reader is None:
         args.parser.error(
-            "--to: with --calibrate the layout is compressed-tensors if that can hold the result, otherwise qao"
+            "--to: with calibration the layout is compressed-tensors if that can hold the result, otherwise qao"
         )
-    data = samples(load_tokenizer(args, str(args.model)), args.calibrate, args.samples, args.window)
+    data = None
+    if args.calibrate is not None:
+        data = samples(load_tokenizer(args, str(args.model)), args.calibrate, args.samples, args.window)
     with staged(args.out, args.model, args.force) as directory:
         model = load_model(args, str(args.model), dequantize=args.model.suffix == ".gguf")
         if args.requantize:
@@ -45,12 +47,15 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
         if args.to not in (None, format):
             raise Failure(f"--for {args.reader}: compressed-tensors cannot hold the result; {format} can")
         copy_others(args.model, directory)
-    figures = {"seconds": seconds, "samples": len(data), "tokens": len(data) * args.window, "memory": memory()["peak"]}
+    method = args.method or ("importance" if data is None else "gptq")
+    texts = 0 if data is None else len(data)
+    figures = {"seconds": seconds, "samples": texts, "tokens": texts * args.window, "memory": memory()["peak"]}
+    source = "random tokens" if data is None else f"{counted(texts, 'text')} of {args.window} tokens"
     output.say(
-        f"{report}\n{args.method} on {counted(len(data), 'text')} of {args.window} tokens in {seconds:.1f} s, "
-        f"peak memory {size(figures['memory'])}\n{args.out}: {layout_text(format)}"
+        f"{report}\n{method} on {source} in {seconds:.1f} s, peak memory {size(figures['memory'])}\n"
+        f"{args.out}: {layout_text(format)}"
     )
-    output.result({"out": str(args.out), "format": format, "method": args.method, **figures, **report.to_dict()})
+    output.result({"out": str(args.out), "format": format, "method": method, **figures, **report.to_dict()})
     return 0
 
 

@@ -40,7 +40,8 @@ In a .gguf file, layers in Q4_0 and Q4_1 keep their values, as in qao.from_pretr
 scheme; --requantize quantizes all of them, at a further loss.
 
 With --calibrate TEXT, transformers loads the model, and its layers are quantized to do well on that text. Errors become
-smaller at the same size and speed. This takes minutes, and memory for both the float and the quantized model.
+smaller at the same size and speed. This takes minutes, and memory for both the float and the quantized model. With
+--random-tokens it takes seconds and no text, for a part of the gain.
 """
 _EXAMPLES = r"""
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4
@@ -48,6 +49,7 @@ qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --for vllm
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --group-size 32 --symmetric --device cuda
 qao quantize Llama-3-70B Llama-3-70B-fp8 --scheme fp8_fp8 --granularity block --dtype bfloat16
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --calibrate texts.txt --device cuda
+qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --random-tokens --device cuda
 qao quantize model out --scheme int8 --exclude lm_head --exclude 're:.*\.down_proj' --set clip_search=false
 """
 FORMATS = ("compressed-tensors", "qao")
@@ -76,7 +78,12 @@ def add(commands: Any) -> None:
         "--calibrate", type=Path, metavar="TEXT", help="a text in UTF-8 that is typical of the model's input"
     )
     group.add_argument(
-        "--method", choices=METHODS, default="gptq", help="gptq (default), or smoothquant followed by gptq"
+        "--random-tokens", action="store_true", help="instead of a text: 512 random tokens, for the method importance"
+    )
+    group.add_argument(
+        "--method",
+        choices=METHODS,
+        help="gptq (default with a text), smoothquant followed by gptq, or importance, which only weights columns",
     )
     group.add_argument("--samples", type=int, default=128, metavar="N", help="at most N pieces of text (default: 128)")
     group.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of a piece (default: 512)")
@@ -119,7 +126,9 @@ def run(args: argparse.Namespace) -> int:
             "alone, name the .safetensors file: every matrix in it counts as a linear layer"
         )
     check_source(args, source)
-    if args.calibrate is not None:
+    if args.random_tokens and (args.calibrate is not None or args.method not in (None, "importance")):
+        args.parser.error("--random-tokens takes the place of a text, and only serves --method importance")
+    if args.calibrate is not None or args.random_tokens:
         from .calibrated import run as calibrated
 
         return calibrated(args, scheme)
