@@ -96,8 +96,9 @@ def test_masks_are_read(name: str) -> None:
         assert torch.equal(masked(torch.tensor(5))[0, 0], seen_by(start, found.shift, found.window))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name,batch", [("llama", 1), ("llama", 2), ("qwen3", 1), ("mistral", 2), ("gemma3_text", 1)], ids=str
+)
 @torch.no_grad()
 def test_prompts_of_models(name: str, batch: int, device: str, flash_everywhere: None) -> None:
     """Logits of the eager model for two parts of a prompt. Windows of 20 tokens, where a model has some."""
