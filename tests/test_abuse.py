@@ -436,8 +436,7 @@ def test_a_broken_host_module_is_said(name: str, said: str, copied: Path, tmp_pa
     broken = place / name.format(importlib.machinery.EXTENSION_SUFFIXES[0])
     broken.write_text("no library")
     run = python("from qao.cli import main; main(['doctor', '--facts']); main(['doctor'])", tmp_path)
-    build = next(line for line in run.stdout.splitlines() if line.startswith("build "))
     failed = [line for line in run.stdout.splitlines() if line.startswith("FAIL")]
     assert len(failed) == 1 and "qao._host" in failed[0]  # the operators work
-    for line in (build, failed[0]):
-        assert f"{broken} cannot be loaded: " in line and said in line
+    assert f"{broken} cannot be loaded: " in failed[0] and said in failed[0]
+    assert "ABI" in run.stdout  # facts of the build come from the operators' library

@@ -96,7 +96,8 @@ def test_errors(llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_random_tokens(llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, rest = tmp_path / "out", ["--scheme", "int4", "--group-size", "32", "--quiet", "--random-tokens"]
+    out, rest = tmp_path / "out", ["--scheme", "int4", "--group-size", "32", "--quiet", "--device", "cpu"]
+    rest += ["--random-tokens"]
     assert main(["quantize", str(llama), str(out), *rest, "--json", "--exclude", "lm_head"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["samples"], report["tokens"], report["method"]) == (0, 0, "importance")

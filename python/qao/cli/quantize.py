@@ -87,7 +87,9 @@ def add(commands: Any) -> None:
     )
     group.add_argument("--samples", type=int, default=128, metavar="N", help="at most N pieces of text (default: 128)")
     group.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of a piece (default: 512)")
-    parser.add_argument("--device", help="device that quantizes: cpu (default), cuda or cuda:1")
+    parser.add_argument(
+        "--device", help="device that quantizes: cuda, cuda:1 or cpu (default; with calibration, a GPU if there is one)"
+    )
     add_output_options(parser)
 
 
