@@ -248,6 +248,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # as the configurations of published m
 @pytest.mark.parametrize("architecture", PUBLISHED)
 def test_configurations_as_they_are_published(architecture: str, tmp_path: Path) -> None:
     """With names that transformers does not know, and without those that it adds."""
+    if architecture not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {architecture}")
     content = {"model_type": architecture, **SMALL, **PUBLISHED[architecture]}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**content)).eval()
