@@ -306,7 +306,10 @@ def test_few_tokens_do_not_count(device: str) -> None:
     model = Embedding().eval().to(device)
     expected = copy.deepcopy(model)
     qao.quantize_(expected, INT4)
-    qao.calibrate(model, [torch.arange(31)[None]], INT4, method="importance")
+    report = qao.calibrate(model, [torch.arange(31)[None]], INT4, method="importance")
+    assert {row.note for row in report.rows if row.status == "quantized"} == {
+        "fewer than 32 tokens reached it; columns weighted as by quantize_"
+    }
     assert all(torch.equal(one, other) for one, other in zip(model.buffers(), expected.buffers(), strict=True))
 
 

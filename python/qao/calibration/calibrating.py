@@ -30,6 +30,7 @@ Unit = list[Layer]
 
 UNREACHED = "the data did not reach it; rounded to nearest"
 _LEAST_TOKENS = 32  # of a layer for the method "importance": few tokens say less than other layers' weights
+_RARE = f"fewer than {_LEAST_TOKENS} tokens reached it; columns weighted as by quantize_"
 
 
 @modes.neutral()
@@ -236,6 +237,7 @@ def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, dampi
 
 def _weigh(units: list[Unit], squares: Tensor | None, note: str | None, inferred: Mapping[str, Tensor]) -> None:
     """Quantizes layers with a common input, of which ``squares`` [K] is the mean square by column."""
+    note = "; ".join(filter(None, (note, _RARE if squares is None else None)))
     for unit in units:
         name, scheme = unit[0].row.name, unit[0].scheme
         assert scheme is not None
