@@ -14,9 +14,11 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import qao
@@ -297,6 +299,22 @@ def hidden_nvcc() -> dict[str, str]:
     folders = ["/usr/local/cuda/bin", *os.environ["PATH"].split(os.pathsep)]
     hidden = ";".join(folder for folder in folders if Path(folder, "nvcc").exists())
     return {"CUDA_HOME": "", "CUDA_PATH": "", "CUDACXX": "", "CMAKE_ARGS": f"'-DCMAKE_IGNORE_PATH={hidden}'"}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_code_compiles_in_a_folder_with_a_space(source_copy: Path, tmp_path: Path) -> None:
+    """One file of each compiler: all have the same options."""
+    tree = source_copy.rename(tmp_path / "a source")
+    (tree / "bench").mkdir()
+    shutil.copy(ROOT / "bench" / "sweep.cpp", tree / "bench")
+    environment = {**os.environ, "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))}
+    options: dict[str, Any] = {"cwd": tree, "env": environment, "capture_output": True, "text": True}
+    definitions = [f"-DTORCH_ROOT={Path(torch.__file__).parent}", "-DQAO_CUDA=ON", "-DQAO_PYBIND=OFF"]
+    configured = subprocess.run(["cmake", "-G", "Ninja", "-S", ".", "-B", "b", *definitions], **options)
+    assert configured.returncode == 0, configured.stderr
+    objects = ("CMakeFiles/qao_cuda_plain.dir/cuda/gemm/split_x.cu.o", "CMakeFiles/_C.dir/csrc/stable_abi/facts.cpp.o")
+    result = subprocess.run(["ninja", "-C", "b", *objects], **options)
+    assert result.returncode == 0, result.stdout
 
 
 def test_cuda_on_without_nvcc_is_an_error(source_copy: Path) -> None:
