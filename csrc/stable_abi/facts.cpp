@@ -6,11 +6,8 @@
 #define QAO_EXPORT extern "C" __attribute__((visibility("default")))
 
 QAO_EXPORT const char* qao_build_info() {
-  return "version\t" QAO_VERSION
-         "\ncuda\t" QAO_CUDA_VERSION  // of the toolkit; empty: built without CUDA kernels
-         "\narchs\t" QAO_CUDA_ARCHS
-         "\ncompiler\t" QAO_COMPILER
-         "\ntorch\t" QAO_TORCH_VERSION
+  return "version\t" QAO_VERSION "\ncuda\t" QAO_CUDA_VERSION  // of the toolkit; empty: built without CUDA kernels
+         "\narchs\t" QAO_CUDA_ARCHS "\ncompiler\t" QAO_COMPILER "\ntorch\t" QAO_TORCH_VERSION
          "\ntorch_target\t" QAO_TORCH_TARGET;
 }
 
