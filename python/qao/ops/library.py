@@ -45,16 +45,24 @@ _symbols = _load()
 
 @cache
 def build_info() -> dict[str, Any]:
-    """ "version", "cuda" (version of the toolkit; None without CUDA kernels), "archs", "compiler", "torch" and
-    "torch_target", the oldest torch that loads the library."""
+    """How the library was built.
+
+    Returns:
+        "version" of qao; "cuda", that of the toolkit (None without CUDA kernels); "archs" of GPUs; "compiler"; "torch";
+        "torch_target", the oldest torch that loads the library.
+    """
     facts = _facts("qao_build_info")
     return {**facts, "archs": (facts["archs"] or "").split()}
 
 
 @cache
 def cpu_features() -> dict[str, str | None]:
-    """ "selected", the instruction set of the CPU kernels; "detected", the highest that this CPU has, with its
-    "features"; "error": why none could be selected (QAO_CPU_ISA)."""
+    """The CPU and the kernels for it.
+
+    Returns:
+        "selected", the instruction set of the kernels; "detected", the highest that this CPU has; its "features";
+        "error": why none could be selected (QAO_CPU_ISA).
+    """
     return _facts("qao_cpu_features")
 
 
