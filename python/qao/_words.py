@@ -20,6 +20,12 @@ SCHEMES = {
 # Methods of qao.calibrate.
 METHODS = ("gptq", "smoothquant", "importance")
 
+
+def default_method(has_data: bool) -> str:
+    """The method of qao.calibrate that is used if none is given."""
+    return "gptq" if has_data else "importance"
+
+
 # ---- names in other libraries ----
 
 _NAMES = {word: f"qao.{kind}()" for word, kind in SCHEMES.items()}

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._words import METHODS as METHODS
+from .._words import default_method
 from ..nn.linear import pack_weight
 from ..nn.model_check import check_module
 from ..nn.packed_module import Sharded
@@ -84,7 +85,7 @@ def calibrate(
     computed in float32 and float64.
     """
     check_module(model, "calibrate")
-    method = ("importance" if data is None else "gptq") if method is None else method
+    method = default_method(data is not None) if method is None else method
     if method not in METHODS:
         raise ValueError(f"calibrate: method must be one of {', '.join(METHODS)}, not {method!r}")
     if not (isinstance(damping, (int, float)) and 0 < damping <= 1):
@@ -100,8 +101,10 @@ def calibrate(
     _check_schemes(planned.pending)
     units = quantize.units_of(planned.pending)
     experts = [layer for unit in planned.experts for layer in unit]
-    inferred = quantize.importance_of(planned.layers) if method == "importance" else {}
-    take = partial(_weigh, inferred=inferred) if method == "importance" else partial(_quantize, damping=damping)
+    weighs = method == "importance"
+    take: Callable[[list[Unit], Tensor | None, str | None], None] = partial(_quantize, damping=damping)
+    if weighs:
+        take = partial(_weigh, inferred=quantize.importance_of(planned.layers))
     before = [(layer, layer.module) for layer in (*planned.pending, *experts)]
     folded: list[Callable[[], None]] = []
     try:
@@ -109,7 +112,7 @@ def calibrate(
             check_first(model, calls)
             if method == "smoothquant":
                 smooth(model, calls, units, folded)
-            for some, mean, note in _inputs(model, calls, units, progress, method == "importance"):
+            for some, mean, note in _inputs(model, calls, units, progress, weighs):
                 take(some, mean, note)
             for unit in planned.experts:
                 fused_experts.replace(unit, None)

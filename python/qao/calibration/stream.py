@@ -55,7 +55,7 @@ def random_samples(model: nn.Module) -> list[Tensor]:
     find = getattr(model, "get_input_embeddings", None)
     try:
         embedding = find() if find is not None else None
-    except NotImplementedError:
+    except NotImplementedError:  # of transformers, for models of pictures and others
         embedding = None
     count = getattr(embedding, "num_embeddings", None)
     if count is None:

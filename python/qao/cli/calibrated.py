@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._words import default_method
 from ..checkpoints import open_checkpoint
 from ..schemes import Scheme
 from .common import Failure, Output, counted, memory, read_text, size
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
     data = None
     if args.calibrate is not None:
         data = samples(load_tokenizer(args, str(args.model)), args.calibrate, args.samples, args.window)
+    method = args.method or default_method(data is not None)
     with staged(args.out, args.model, args.force) as directory:
         model = load_model(args, str(args.model), dequantize=args.model.suffix == ".gguf")
         if args.requantize:
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
         begun = time.monotonic()
         # The last pattern differs from any that users write, so that equal keys do not collide.
         rules: Any = {**dict.fromkeys(args.exclude), "re:(?:.*)": scheme} if args.exclude else scheme
-        options: dict[str, Any] = {"method": args.method, "embeddings": args.embeddings, "progress": not args.quiet}
+        options: dict[str, Any] = {"method": method, "embeddings": args.embeddings, "progress": not args.quiet}
         report = calibrate(model, data, rules, **options)
         if not any(row.status == "quantized" for row in report.rows):
             raise Failure(f"{args.model} has no layers to quantize: {'; '.join(report.reasons)}")
@@ -47,7 +49,6 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
         if args.to not in (None, format):
             raise Failure(f"--for {args.reader}: compressed-tensors cannot hold the result; {format} can")
         copy_others(args.model, directory)
-    method = args.method or ("importance" if data is None else "gptq")
     texts = 0 if data is None else len(data)
     figures = {"seconds": seconds, "samples": texts, "tokens": texts * args.window, "memory": memory()["peak"]}
     source = "random tokens" if data is None else f"{counted(texts, 'text')} of {args.window} tokens"

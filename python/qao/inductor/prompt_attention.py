@@ -31,8 +31,10 @@ def replace_prompt_attention(graph: Graph, report: Report) -> None:
         if not is_call(node, *MASKS):
             continue
         given = arguments(node)
+        if given["is_causal"] or unfit(node, given) or not applies(given):
+            continue
         mask = causal(plain_mask(given.get(MASKS[node.target])))
-        if mask is None or given["is_causal"] or unfit(node, given) or not applies(given):
+        if mask is None:
             continue
         with graph.inserting_before(node):
             _replace(graph, node, given, mask, known)
